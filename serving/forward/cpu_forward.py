@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables
 from serving.forward.released import release
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
+from serving.model.fused_shape import unlike_llama
 from serving.model.moe import MoeMlp
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others

@@ -21,12 +21,13 @@ from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
 from serving.forward.cuda_graphs import CudaGraphs, GraphSizes, Size
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables, unlike_llama
+from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables
 from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.model.decoder import Decoder, Planes
+from serving.model.fused_shape import unlike_llama
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
 

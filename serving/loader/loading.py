@@ -61,7 +61,7 @@ def load(
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
     `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such: those
-    that `scheme` says, by default all on a CPU, and on a GPU what its kernels multiply.
+    that `scheme` says, by default all where the fused step of a CPU computes them, and else what any kernels multiply.
     `layout` takes off the model, before it has memory, what other ranks hold, and returns which rows and columns are
     left of the parameters it has cut: nothing else is read.
     Raises ValueError when the model is not supported or its files do not fit together.
@@ -86,7 +86,7 @@ def load(
         digest = extended(digest, json.dumps(rotated, sort_keys=True).encode())
     scales = None
     if quantization == "int8" and not checkpoint.int8_names:
-        scales = kept_scales(path, digest, spec.max_position, scheme or default_scheme(device))
+        scales = kept_scales(path, digest, spec.max_position, scheme or default_scheme(spec, device))
     later = () if scales is None or scales.stored is None else quantized_modules(model, scales.scheme)
     fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)

@@ -22,6 +22,8 @@ from safetensors.torch import load, save
 from serving.cache_folder import cache_folder
 from serving.checkpoint.fingerprint import extended
 from serving.model.decoder import Decoder
+from serving.model.fused_shape import unlike_llama
+from serving.model.spec import ModelSpec
 from serving.quantization.apply import apply_scales, find_scales, linear_sites
 from serving.quantization.scheme import PORTABLE, ROTATED, Int8Scheme, Scales
 from serving.text.tokenizer import load_tokenizer
@@ -40,9 +42,9 @@ class KeptScales:
     stored: bytes | None
 
 
-def default_scheme(device: str) -> Int8Scheme:
-    """All linears on a CPU; elsewhere what the kernels multiply there, which transform no inputs."""
-    return ROTATED if device == "cpu" else PORTABLE
+def default_scheme(spec: ModelSpec, device: str) -> Int8Scheme:
+    """All linears where the fused step of a CPU computes them; elsewhere kernels transform no inputs, or take long."""
+    return ROTATED if device == "cpu" and unlike_llama(spec) is None else PORTABLE
 
 
 def kept_scales(path: Path, fingerprint: str, longest: int, scheme: Int8Scheme) -> KeptScales:

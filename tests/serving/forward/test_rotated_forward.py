@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,8 @@ def test_triton_leaves_it_to_the_modules(rotated: LoadedModel) -> None:
     assert said == "the Triton kernels do not transform layers.0.attention.qkv's inputs before they are quantized"
 
 
-def test_a_gpu_quantizes_what_its_kernels_multiply() -> None:
-    assert not quantize_at_load.default_scheme("cuda").rotated
-    assert quantize_at_load.default_scheme("cpu").rotated
+def test_only_what_the_fused_step_computes_is_rotated(rotated: LoadedModel) -> None:
+    spec = rotated.spec
+    assert quantize_at_load.default_scheme(spec, "cpu").rotated
+    assert not quantize_at_load.default_scheme(spec, "cuda").rotated
+    assert not quantize_at_load.default_scheme(replace(spec, sinks=True), "cpu").rotated

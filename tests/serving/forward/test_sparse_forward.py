@@ -12,11 +12,11 @@ import torch
 
 from deploy.model_folder import read_config
 from serving.forward.cpu_forward import supports
-from serving.forward.llama_shape import unlike_llama
 from serving.kernels import cpu
 from serving.loader import quantize_at_load
 from serving.loader.loading import LoadedModel, load
 from serving.loader.upcycle import Upcycling, upcycle
+from serving.model.fused_shape import unlike_llama
 from serving.model.moe_spec import MoeSpec
 from serving.model.quantized_linear import QuantizedLinear
 from tests.serving.forward.compiled import CompiledRun

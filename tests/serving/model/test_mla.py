@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvcache.memory.kv_dtype import stored_as
 from serving.batch.ragged import KVSegment, RaggedBatch
-from serving.forward.llama_shape import unlike_llama
 from serving.kvspec import mla
 from serving.loader.loading import LoadedModel, load
+from serving.model.fused_shape import unlike_llama
 from serving.model.hf_config import spec_from_hf
 from serving.model.mla import MlaAttention, hold_float32
 from serving.model.mla_spec import MlaSpec

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
-from serving.forward.llama_shape import unlike_llama
 from serving.loader.loading import load
 from serving.model.decoder import Scale
+from serving.model.fused_shape import unlike_llama
 from tests.serving.model.oracle import GEMMA3, VOCAB, build, configs, expected_logits, save
 from tests.serving.model.paged import PagedRun, run_whole
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serving.forward.llama_shape import unlike_llama
+from serving.model.fused_shape import unlike_llama
 from serving.model.moe_spec import ClampedSwiglu, MoeSpec
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
