@@ -22,7 +22,7 @@ from torch import Tensor
 from serving.batch.device_copy import on_device
 from serving.batch.ragged import RaggedBatch
 from serving.forward.mixed_graphs import MixedSizes
-from serving.forward.padding import TOKENS, static
+from serving.forward.padding import TOKENS, reads_only_tensors, static
 from serving.streams import Captures, Graph, streams_of
 
 log = logging.getLogger(__name__)
@@ -120,9 +120,7 @@ class GraphSizes:
 def replayable(batch: RaggedBatch) -> bool:
     """True for a plain decode step: one query a sequence, and each one's logits wanted."""
     return (
-        batch.long_rope is None
-        and batch.barrier is None
-        and batch.offloaded is None
+        reads_only_tensors(batch)
         and all(count == 1 for count in batch.query_lens)
         and len(batch.logits_rows) == len(batch.query_lens) > 0
     )

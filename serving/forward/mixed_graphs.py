@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from serving.batch.ragged import RaggedBatch
-from serving.forward.padding import TOKENS, static
+from serving.forward.padding import TOKENS, reads_only_tensors, static
 
 MixedSize = tuple[int, int, int]  # (sequences N, tokens of context, new tokens U)
 
@@ -56,7 +56,7 @@ class MixedSizes:
 
     def size_of(self, batch: RaggedBatch) -> MixedSize | None:
         """The size a step is replayed in; None for one that no graph computes, or with more logits than sequences."""
-        if batch.long_rope is not None or batch.barrier is not None:
+        if not reads_only_tensors(batch):
             return None
         rows = max(len(batch.query_lens), len(batch.logits_rows))
         return self.fit(rows, max(batch.context_lens_list), len(batch.tokens))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.batch.ragged import RaggedBatch
+from serving.batch.layer_barrier import LayerBarrier
+from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
 from serving.forward.mixed_graphs import MixedSizes
 from serving.forward.padding import PADDING_SLOT
@@ -66,10 +69,28 @@ def test_what_is_replayed() -> None:
     assert SIZES.size_of(step_of([(1, 9, True), (5, 0, True), (1, 70, True)])) == (6, 256, 8)
     assert SIZES.size_of(step_of([(7, 0, True)] * 6)) is None
     assert SIZES.size_of(step_of([(5, 0, True)], long_rope=[True])) is None
+    assert SIZES.size_of(step_of([(5, 0, True)], barrier=LayerBarrier())) is None
     scored = RaggedBatch.build(
         tokens=[[1] * 8], starts=[0], block_tables=[[0]], block_size=BLOCK, logits_rows=list(range(7))
     )
     assert SIZES.size_of(scored) is None, "more logits than a step of this size draws from"
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("sizes", [SIZES, GraphSizes(sequences=(1, 2), contexts=(64, 256))], ids=["mixed", "decode"])
+def test_kv_in_host_memory_is_in_no_graph(sizes: MixedSizes | GraphSizes, count: int) -> None:
+    """A graph would take the rest of the sequence for its beginning."""
+    step = {"tokens": [[1] * count], "starts": [130], "block_size": BLOCK}
+    kept = Kept(128)
+    assert sizes.size_of(RaggedBatch.build(**step, block_tables=[[3]], offloaded=kept)) is None  # type: ignore[arg-type]
+
+
+class Kept(OffloadedKV):
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def segments(self) -> Iterator[KVSegment]:
+        return iter(())
 
 
 @given(st.lists(STEPS, min_size=1, max_size=4))
