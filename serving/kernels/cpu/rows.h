@@ -8,13 +8,13 @@
 
 namespace {
 
+// NaN where any is not a number, so that a row's scale tells of it, and what is computed with it.
 INLINE float max_magnitude(const float* x, long n) {
-    vf best = {};
+    vi best = {};
     long i = 0;
     for (; i + LANES <= n; i += LANES) best = maximum(best, magnitude(load(x + i)));
-    float top = max_lanes(best);
-    for (; i < n; ++i) top = __builtin_fabsf(x[i]) > top ? __builtin_fabsf(x[i]) : top;
-    return top;
+    for (; i < n; ++i) best = maximum(best, magnitude(splat(x[i])));
+    return bits(splat(max_lanes(best)))[0];
 }
 
 // Symmetric int8 of n values, each stored with `shift` added modulo 256; returns the scale. Largest magnitude -> 127.

@@ -54,6 +54,17 @@ INLINE vf maximum(vf a, vf b) {
 #endif
 }
 
+// The larger of two.
+INLINE vi maximum(vi a, vi b) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 // a * b + c in one rounding where the form has it. Contraction is off elsewhere, so that the same formula gives the
 // same bits wherever it is inlined.
 INLINE vf fma(vf a, vf b, vf c) {
@@ -65,7 +76,7 @@ INLINE vf fma(vf a, vf b, vf c) {
     return a * b + c;
 #endif
 }
-INLINE vf magnitude(vf a) { return bits(bits(a) & 0x7fffffff); }
+INLINE vi magnitude(vf a) { return bits(a) & 0x7fffffff; }  // as bits, in the order of magnitudes; then NaN
 
 // Round to the nearest integer, ties to even, for |x| < 2^22: the constant pushes the fraction out of the mantissa.
 INLINE vi round_to_int(vf x) { return bits(x + 12582912.0f) - bits(splat(12582912.0f)); }
@@ -86,6 +97,16 @@ INLINE float max_lanes(vf v) {
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float best = v[0];
+    for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
+    return best;
+#endif
+}
+
+INLINE int32_t max_lanes(vi v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_epi32((__m512i)v);
+#else
+    int32_t best = v[0];
     for (int i = 1; i < LANES; ++i) best = v[i] > best ? v[i] : best;
     return best;
 #endif

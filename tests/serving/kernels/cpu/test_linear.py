@@ -43,6 +43,18 @@ def test_a_row_of_zeros_gives_the_bias(kernels: cpu.Kernels) -> None:
     torch.testing.assert_close(kernels.linear(torch.zeros(1, 64), layer.packed(kernels))[0], layer.bias)
 
 
+@pytest.mark.parametrize("rotation", [0, 32])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 17, 95])
+def test_what_is_no_number_spoils_its_own_row(kernels: cpu.Kernels, rotation: int, wrong: float, place: int) -> None:
+    """Whatever is beside it: what is computed from it must not look like numbers."""
+    layer, x = Plain.random(Kind.INT8, 40, 96, rotation=rotation).packed(kernels), torch.randn(2, 96)
+    before = kernels.linear(x, layer)
+    x[0, place] = wrong
+    after = kernels.linear(x, layer)
+    assert not after[0].isfinite().any() and torch.equal(after[1], before[1])
+
+
 @pytest.mark.parametrize("kind", list(Kind))
 def test_add_finish_adds_to_the_residual(kernels: cpu.Kernels, kind: Kind) -> None:
     layer, x, residual = Plain.random(kind, 72, 64), torch.randn(7, 64), torch.randn(7, 72)
