@@ -73,7 +73,7 @@ struct Step {
             s.rows = take_rows(arena, sizes, rows_mode ? block_rows : REDUNDANT_ROWS);
             s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
             s.best = arena.take<Best>(batch.logits_count);
-            s.runs = arena.take<Run>(rows_mode ? 0 : batch.sequences * batch.table_width);
+            s.runs = arena.take<Run>(fetches_kv() ? largest_share(batch.sequences, threads) * batch.table_width : 0);
             s.runs_count = 0;
             if (arena.base) local[t] = s;
         }
@@ -224,10 +224,13 @@ struct Step {
         team_barrier(team);
     }
 
-    // Where this thread's share of the KV lies, for linear layers of tiles enough to fetch some of it.
+    // Whether linear layers have tiles enough to fetch some of the KV that attention will read.
+    bool fetches_kv() const { return !blocks && batch.tokens_count > 2 * TILE_ROWS; }
+
+    // Where this thread's share of the KV lies.
     void find_kv(int thread) const {
         ThreadScratch& s = local[thread];
-        if (batch.tokens_count <= 2 * TILE_ROWS) return;
+        if (!fetches_kv()) return;
         const Span mine = share(batch.sequences, thread, threads);
         s.runs_count = find_runs(batch, model.layer[0].kv, {model.heads, window, 0.0f}, mine, s.runs);
     }

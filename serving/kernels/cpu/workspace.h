@@ -32,6 +32,9 @@ INLINE Span share(long count, int thread, int threads) {
     return {count * thread / threads, count * (thread + 1) / threads};
 }
 
+// What a thread has of them at most.
+INLINE long largest_share(long count, int threads) { return (count + threads - 1) / threads; }
+
 // Buffers of consecutive rows between linear layers.
 struct RowBuffers {
     int32_t* words;  // encoded input of the next linear layer
