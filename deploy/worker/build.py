@@ -21,7 +21,7 @@ from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
 from deploy.worker.computing import device_memory, forward_of, lead_ranks, ranks_of
-from deploy.worker.kv_sizing import Rehearsal, kv_cache_bytes
+from deploy.worker.kv_sizing import Rehearsal, kv_cache_bytes, telling_what_takes_less
 from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
 from deploy.worker.worker import Worker
@@ -97,6 +97,7 @@ class ModelParts:
     proposer: Proposer | None = None  # where a model drafts
 
 
+@telling_what_takes_less()
 def build_worker(
     role: Role,
     model: LoadedModel,
@@ -110,7 +111,7 @@ def build_worker(
 ) -> Worker:
     """A worker of a model, not started yet; what its drafts are made with is loaded, unless it is given.
 
-    Call on a running event loop. Raises ValueError for settings that clash.
+    Call on a running event loop. Raises ValueError for settings that clash, and where memory lacks.
     """
     if config.deterministic and config.kv_wire != "auto":
         raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")

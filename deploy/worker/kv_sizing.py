@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,6 +101,24 @@ def kv_cache_bytes(config: EngineConfig, device: str, rehearse: Callable[[], obj
     if torch.device(device).type != "cuda" or config.num_kv_blocks is not None:
         return ON_A_CPU
     return measured_kv(CudaMemory(), rehearse, config.gpu_memory_utilization)
+
+
+@contextmanager
+def telling_what_takes_less() -> Iterator[None]:
+    """A device's memory that does not suffice, whatever it is for, becomes a ValueError that says what takes less."""
+    try:
+        yield
+    except RuntimeError as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, torch.OutOfMemoryError):
+            found = found.__cause__ or found.__context__  # what ends a capture may fail over it
+        if found is None:
+            raise
+        told = ". ".join(str(found).split(". ")[:2])  # and not which variables of torch's could be set
+        raise ValueError(
+            f"{told}: the device lacks memory for the model, its KV and its steps; lower --kv-cache-memory,"
+            " --max-num-batched-tokens or --max-num-seqs, or choose --no-cuda-graphs"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

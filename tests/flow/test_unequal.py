@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deploy.local import LocalCluster
 from deploy.worker.build import WorkerLinks, build_worker
@@ -17,6 +18,7 @@ from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
+from serving.forward.forward import Forward
 from serving.loader.loading import LoadedModel
 from serving.messages import Request, Role, SamplingParams
 from tests.flow.conftest import Cluster
@@ -178,3 +180,12 @@ def test_a_lossy_wire_breaks_the_promise_of_determinism(tiny_model: LoadedModel)
     model, engine = End(engine={"kv_wire": "int8", "deterministic": True}).configs
     with pytest.raises(ValueError, match="--kv-wire int8"):
         build_worker(Role.PREFILL, tiny_model, model, engine, WorkerLinks(address="local:prefill", dialer=Dialer()))
+
+
+def test_a_device_without_memory_for_a_worker_is_told_of(tiny_model: LoadedModel) -> None:
+    def short(*_: object) -> Forward:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    links = WorkerLinks(address="local:prefill", dialer=Dialer())
+    with pytest.raises(ValueError, match="--max-num-batched-tokens"):
+        build_worker(Role.PREFILL, tiny_model, *End().configs, links, make_forward=short)

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from deploy.worker.kv_sizing import MemoryReading, kv_cache_bytes, left_for_kv, measured_kv, rehearsed
+from deploy.worker.kv_sizing import (
+    MemoryReading,
+    kv_cache_bytes,
+    left_for_kv,
+    measured_kv,
+    rehearsed,
+    telling_what_takes_less,
+)
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
@@ -107,3 +114,22 @@ def test_the_largest_step_is_rehearsed() -> None:
     assert rehearsed(forward, config, 64, "cpu") is forward
     (batch,) = forward.batches
     assert len(batch.tokens) == 47 and len(batch.query_lens) == len(batch.logits_rows) == 5
+
+
+SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB. See PYTORCH_CUDA_ALLOC"
+
+
+def test_too_little_memory_is_told_with_what_takes_less() -> None:
+    @telling_what_takes_less()
+    def captured(capture_fails_too: bool) -> None:
+        try:
+            raise torch.OutOfMemoryError(SHORT)
+        finally:
+            if capture_fails_too:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    for also in (False, True):
+        with pytest.raises(ValueError, match=r"2\.00 GiB: the device .* --max-num-seqs, or choose --no-cuda-graphs"):
+            captured(also)
+    with pytest.raises(RuntimeError, match="a kernel failed"), telling_what_takes_less():
+        raise RuntimeError("a kernel failed")
