@@ -33,6 +33,8 @@ TENANT = "millrace-canary"  # no user shares blocks with it
 PROMPT = (1, 2, 3)  # every vocabulary has these
 PATIENCE = 2.0  # seconds for the token, beside the worker's longest step: within 5 s of a break the pair is red
 LOOK = 0.25  # seconds from one look at the clock to the next
+STANDSTILL = 4 * LOOK  # a longer one has not only a slow loop: of it HEARD seconds count
+HEARD = 2 * LOOK
 MOST = 8  # pairs at a time
 WINDOW = 512  # pairs that are looked at at a time: in large clusters it takes more to go round
 
@@ -200,14 +202,17 @@ class _Trip:
 async def _within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
     """Raises TimeoutError when the work has lasted so long, and then has ended.
 
-    A router that stood still could hear nobody: what counts is time in which its loop went round.
+    A router that stood still could hear nobody: what counts is time in which its loop went round, and after a
+    standstill it listens once more.
     """
-    clock, running = asyncio.get_running_loop().time, asyncio.create_task(work, name="canary-trip")
+    clock, running, stood = asyncio.get_running_loop().time, asyncio.create_task(work, name="canary-trip"), False
     try:
-        while seconds > 0.0 and not running.done():
+        while not running.done() and (seconds > 0.0 or stood):
             before = clock()
-            await asyncio.wait({running}, timeout=min(LOOK, seconds))
-            seconds -= min(clock() - before, 2 * LOOK)
+            await asyncio.wait({running}, timeout=min(LOOK, seconds) if seconds > 0.0 else LOOK)
+            passed = clock() - before
+            stood = passed > STANDSTILL and seconds > 0.0
+            seconds -= HEARD if passed > STANDSTILL else passed
         if not running.done():
             raise TimeoutError
         running.result()

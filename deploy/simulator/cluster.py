@@ -115,6 +115,7 @@ class SimulatedCluster:
         for fleet in self.fleets:
             fleet.suspect = partial(self._suspect, fleet.suspect)  # type: ignore[method-assign]
         self.placers = [Placer(fleet, make_policy(plan.router.policy)) for fleet in self.fleets]
+        self._recorded = {role: RecordedNoise(steps, 0) for role, steps in plan.steps_of.items()}
         self.workers: dict[str, Worker] = {}  # by instance
         self._receivers: dict[str, Receiver] = {}
         self._ports = Ports()
@@ -214,9 +215,9 @@ class SimulatedCluster:
         return worker
 
     def _noise(self, role: Role, seed: int) -> Noise:
-        recorded = self.plan.steps_of.get(role)
+        recorded = self._recorded.get(role)
         if recorded is not None:
-            return RecordedNoise(recorded, seed)
+            return recorded.again(seed)
         return lognormal(self.plan.noise_of.get(role, self.plan.noise), seed)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:

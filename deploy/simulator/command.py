@@ -326,9 +326,21 @@ def _heading(options: argparse.Namespace, study: Study) -> str:
     parts = [options.trace.name if options.trace is not None else options.workload]
     parts += [options.system] if options.system is not None else [options.workers, profile.name]
     parts.append(f"{runs} × {study.offered // runs} requests")
-    parts.append(f"steps vary by {options.noise:.0%}")
+    parts.append(f"steps vary {variation(options.noise, study.plan)}")
     slos = {kind.name: kind.objectives(profile) for kind in study.traffic.classes}
     return report.heading(parts, {name: (slo.ttft_ms, slo.tpot_ms) for name, slo in slos.items()})
+
+
+def variation(noise: float, plan: ClusterPlan) -> str:
+    """As roles do whose steps were recorded, or that have a noise of their own; and as the others."""
+    roles = dict.fromkeys(plan.roles)
+    recorded = [role for role in roles if role in plan.steps_of]
+    others = {role: plan.noise_of.get(role, noise) for role in roles if role not in plan.steps_of}
+    parts = [f"as recorded ({', '.join(recorded)})"] if recorded else []
+    for found in dict.fromkeys(others.values()):
+        named = ", ".join(role for role, own in others.items() if own == found)
+        parts.append(f"by {found:.0%}" + (f" ({named})" if len(named.split(", ")) < len(roles) else ""))
+    return ", ".join(parts)
 
 
 def _measured(

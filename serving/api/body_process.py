@@ -91,6 +91,7 @@ class BodyProcess:
             log.error("the process that reads bodies did not read one in %g s and is ended", self._patience)
             return None, Unavailable("the body was not read in time", code="body_unread", retry_after=RETRY_AFTER)
         except BROKEN:
+            _end_input(process)
             code = await _ended(process, ENDING_SECONDS)
             return None if code in ENDED_FROM_OUTSIDE else (None, self._error(code))
         else:
@@ -105,8 +106,7 @@ class BodyProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None
-        process.stdin.close()
+        _end_input(process)
         await _ended(process, STOP_SECONDS)
         await _kill(process)
 
@@ -131,6 +131,7 @@ class BodyProcess:
         except TimeoutError as error:
             raise _cannot_begin(f"it was not ready in {START_SECONDS:g} s") from error
         except BROKEN as error:
+            _end_input(process)
             raise _cannot_begin(f"it ended with {await _ended(process, ENDING_SECONDS)}") from error
         finally:
             if not begun:
@@ -168,6 +169,12 @@ async def _read(process: Process) -> bytes:
     assert process.stdout is not None
     (length,) = _LENGTH.unpack(await process.stdout.readexactly(_LENGTH.size))
     return await process.stdout.readexactly(length)
+
+
+def _end_input(process: Process) -> None:
+    """One that lives leaves then."""
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 async def _ended(process: Process, seconds: float) -> int | None:

@@ -81,16 +81,17 @@ class BoundedWaits:
             if said:  # it was late, and lost later it is not to count as one that waits
                 self._store.ask(lambda store: store.delete_key(_waiting(self.rank)))
         except StoreUnavailable as error:
-            self._lost = self._watch.ended(), f"it has not answered, nor does the store that could tell which: {error}"
+            dead = self._watch.ended(besides=self._left)  # a connection to one that left would have broken
+            self._lost = dead, f"it has not answered, nor does the store that could tell which: {error}"
             raise RankLost(*self._lost) from error
         except RuntimeError as error:  # gloo's word for a connection that broke
             raise self._broken(error) from error
         finally:
             self.seconds += time.monotonic() - began
 
-    def _dead(self) -> int | None:
+    def _dead(self, wait_seconds: float = 0.0) -> int | None:
         """The lowest rank whose process ended without a word. A connection to one that left breaks if it is missed."""
-        while (dead := self._watch.ended(besides=self._left)) is not None:
+        while (dead := self._watch.ended(wait_seconds, besides=self._left)) is not None:
             if not self._said_to_leave(dead):
                 return dead
             self._left.add(dead)
@@ -104,7 +105,9 @@ class BoundedWaits:
 
     def _broken(self, error: RuntimeError) -> RankLost:
         told = str(error).partition(". ")[0]  # gloo goes on with advice
-        return self._lost_rank(self._watch.ended(DEATH_SECONDS), f"its connection is broken: {told}")
+        dead = self._dead(DEATH_SECONDS)
+        missed = dead if dead is not None else self._watch.ended()  # one that left too early
+        return self._lost_rank(missed, f"its connection is broken: {told}")
 
     def _lost_rank(self, rank: int | None, reason: str) -> RankLost:
         """Of several ranks, the first that was named: the others left because of it, as this one does."""

@@ -54,6 +54,9 @@ class GrammarVetter:
             connection = self._connection or self._begin()
             connection.send_bytes(grammar.encode())
             mistake = _answer(connection).decode()
+        except BlockingIOError as error:  # it has taken no bytes for as long as anybody waits, and has not ended
+            self.close()
+            raise self._unavailable("grammars are not compiled in time", 5.0) from error
         except (EOFError, OSError) as error:
             if self._ended_by() in ENDED_FROM_OUTSIDE:
                 raise self._unavailable("the process that compiles grammars was ended", 1.0) from error
@@ -80,8 +83,8 @@ class GrammarVetter:
                 child.kill()
 
     def _ended_by(self) -> int:
-        """The child's exit status, once it has ended; minus a signal's number."""
-        child, self._child = self._child, None
+        """The child's exit status, once it has ended; minus a signal's number. Meanwhile `stop` may kill it."""
+        child = self._child
         assert child is not None
         try:
             return child.wait(ENDING_SECONDS)  # before it is killed

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
 from deploy import cli
-from deploy.simulator.command import SimulationProgress, profiles_of, roles_of
+from deploy.simulator.cluster import ClusterPlan
+from deploy.simulator.command import SimulationProgress, profiles_of, roles_of, variation
 from deploy.simulator.outcomes import OutcomeColumns, figures
-from deploy.simulator.profiles import PROFILES
+from deploy.simulator.profiles import PROFILES, profile_of
 from deploy.simulator.report import PolicyResult, bar, comparison, goodput_line
+from deploy.simulator.step_records import VariedStep
 from serving.messages import Role
 from tests.deploy.simulator.test_hardware import DESCRIPTION
 from tests.deploy.simulator.test_outcomes import outcome
@@ -145,6 +148,17 @@ def test_workers_and_their_hardware_are_read() -> None:
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def test_the_heading_says_how_the_steps_of_each_role_vary() -> None:
+    """Before: by what --noise says, whatever varied them."""
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    plan = ClusterPlan.of(profile_of("cpu-smollm2"), roles, "least_loaded")
+    steps, noise = {Role.DECODE: (VariedStep(1.0, False),)}, {Role.DECODE: 0.2, Role.MIXED: 0.9}
+    assert variation(0.05, plan) == "by 5%"
+    assert variation(0.05, replace(plan, noise_of=noise)) == "by 5% (prefill), by 20% (decode)"
+    assert variation(0.05, replace(plan, steps_of=steps)) == "as recorded (decode), by 5% (prefill)"
+    assert variation(0.05, replace(plan, steps_of=steps, roles=(Role.DECODE,))) == "as recorded (decode)"
 
 
 def test_progress_is_drawn_on_a_terminal() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import random
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,7 @@ from deploy.simulator.outcomes import RequestOutcome
 from deploy.simulator.profiles import Fitted, Profile
 from deploy.simulator.run import simulate
 from deploy.simulator.step_records import FEWEST_STEPS, Noise, RecordedNoise, VariedStep, read_steps
+from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, arriving
 from serving.engine.plan import StepRecord
 from serving.engine.step_meter import StepMeter
@@ -70,6 +73,13 @@ def test_what_a_worker_traces_is_read_as_multiples_of_its_cost(tmp_path: Path) -
     assert [step.prompts for step in found] == [n % 3 == 0 for n in range(FEWEST_STEPS)]
 
 
+def told(**args: object) -> str:
+    known: dict[str, object] = dict.fromkeys(
+        ("new_tokens", "sequences", "prompt_tokens", "context_tokens", "pairs", "cadence_us"), 1
+    )
+    return json.dumps({"name": "step", "args": known | args}) + ","
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -77,22 +87,46 @@ def test_what_a_worker_traces_is_read_as_multiples_of_its_cost(tmp_path: Path) -
         ["not a trace"] * 100,
         ['{"name": "step", "args": {"new_tokens": 1}},'] * 100,
         ['{"name": "step", "args": 3},'] * 100,
-        [
-            json.dumps(
-                {
-                    "name": "step",
-                    "args": dict.fromkeys(("new_tokens", "sequences", "prompt_tokens", "context_tokens", "pairs"), 1)
-                    | {"cadence_us": -1},
-                }
-            )
-        ]
-        * 100,
+        *([told(**args)] * 100 for args in ({"cadence_us": -1}, {"cadence_us": 1e200}, {"cadence_us": math.nan})),
+        *([told(**args)] * 100 for args in ({"new_tokens": -100}, {"sequences": 0}, {"prompt_tokens": "many"})),
+        *([told(**args)] * 100 for args in ({"pairs": math.nan}, {"pairs": -1e9}, {"context_tokens": math.inf})),
     ],
 )
 def test_what_is_no_trace_of_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
+    """Before: one step of 1e200 s, or of NaN pairs, and the simulation never came to its end."""
     (tmp_path / "steps.json").write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"steps\.json"):
         read_steps(tmp_path / "steps.json", COST)
+
+
+def test_a_cost_that_says_next_to_nothing_of_a_step_is_not_that_workers(tmp_path: Path) -> None:
+    (tmp_path / "steps.json").write_text("\n".join([told(cadence_us=6000)] * 100))
+    with pytest.raises(ValueError, match=r"steps\.json"):
+        read_steps(tmp_path / "steps.json", StepCost(fixed=0.0, token=1e-11))
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "1" * 6000, "\x00", told(new_tokens=0)], ids=lambda line: line[:9])
+def test_lines_that_are_no_step_are_passed_over(line: str, tmp_path: Path) -> None:
+    """A step that only left the barrier computed nothing; before, without a fixed time, it lasted 1e9 times as long."""
+    (tmp_path / "steps.json").write_text("\n".join([line] + [told()] * FEWEST_STEPS))
+    assert len(read_steps(tmp_path / "steps.json", COST)) == FEWEST_STEPS
+
+
+def test_workers_with_the_same_steps_keep_them_once() -> None:
+    """Before: 300 workers with 100,000 steps each took 1.5 GB for where which steps are."""
+    steps = tuple(VariedStep(1.0 + n, n % 3 == 0) for n in range(20_000))
+    plan = ClusterPlan.of(PROFILE, (Role.MIXED,) * 20, "least_loaded", steps_of={Role.MIXED: steps})
+
+    async def kept() -> int:
+        cluster = SimulatedCluster(plan, ScriptedTexts({}), 0)
+        tracemalloc.start()
+        try:
+            noises = [cluster._noise(Role.MIXED, seed) for seed in range(20)]
+            return tracemalloc.get_traced_memory()[0] // len(noises)
+        finally:
+            tracemalloc.stop()
+
+    assert asyncio.run(kept()) < 10_000
 
 
 @given(
@@ -104,7 +138,7 @@ def test_every_draw_is_a_recorded_step_of_its_kind(
     ratios: list[tuple[int, bool]], asked: list[bool], seed: int
 ) -> None:
     steps = [VariedStep(float(ratio), prompts) for ratio, prompts in ratios]
-    one, other = RecordedNoise(steps, seed), RecordedNoise(steps, seed)
+    one, other = RecordedNoise(steps, seed), RecordedNoise(steps, 0).again(seed)
     for prompts in asked:
         drawn = one(prompts)
         assert drawn == other(prompts), "one seed gives one run"

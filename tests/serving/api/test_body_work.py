@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -171,6 +173,26 @@ async def test_a_process_that_is_slow_to_end_was_ended_from_outside_all_the_same
             patched.setattr(Process, "wait", late)
             os.kill(pid, signal.SIGKILL)
             assert (await asking).plan.prompt_tokens == 50
+
+
+ANSWERS_NONSENSE = """
+import struct, sys
+length = struct.Struct("<Q")
+for answer in (b"", b"nonsense"):
+    sys.stdin.buffer.read(length.unpack(sys.stdin.buffer.read(length.size))[0])
+    sys.stdout.buffer.write(length.pack(len(answer)) + answer)
+    sys.stdout.flush()
+sys.stdin.buffer.read()
+"""
+
+
+async def test_a_process_that_answers_nonsense_and_lives_on_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: all of its lane waited twenty seconds for its end."""
+    monkeypatch.setattr(body_process, "module_command", lambda module: (sys.executable, "-c", ANSWERS_NONSENSE))
+    process, began = BodyProcess(b"settings"), time.monotonic()
+    answer, error = await process.ask(b"frame")
+    assert answer is None and isinstance(error, InternalError)
+    assert time.monotonic() - began < body_process.ENDING_SECONDS / 2
 
 
 async def test_a_body_over_which_two_processes_are_ended_from_outside_may_come_again(

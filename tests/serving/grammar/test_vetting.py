@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
@@ -131,6 +132,37 @@ def test_stopping_ends_a_wait(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
         assert caught.value.code == "draining"
     stopping.join()
     assert not is_child(pid)
+
+
+def test_stopping_ends_the_wait_for_one_that_has_let_go_of_its_socket(tokenizer: Tokenizer) -> None:
+    """Before: a server that left waited twenty seconds for a process that hung at its end."""
+    other = GrammarVetter(lambda: Vocabulary.of(tokenizer))
+    pid = child_of(other)
+    stop(pid)
+    assert other._connection is not None
+    other._connection.close()  # as though the other end had gone
+    stopping = Timer(0.2, other.stop)
+    stopping.start()
+    began = time.monotonic()
+    with pytest.raises(Unavailable) as caught:
+        other.vet(choice_grammar(["c"]))
+    assert caught.value.code == "draining" and time.monotonic() - began < vetting.ENDING_SECONDS / 2
+    stopping.join()
+    assert not is_child(pid)
+
+
+def test_one_that_takes_no_grammar_is_given_up(vetter: GrammarVetter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before: where it was more than a socket holds, forty seconds."""
+    stop(child_of(vetter))
+    assert vetter._connection is not None
+    monkeypatch.setattr(vetting, "PATIENCE", 0.1)
+    vetting._bound_sends(vetter._connection)
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="in time"):
+        vetter.vet("x" * (4 << 20))
+    assert time.monotonic() - began < vetting.ENDING_SECONDS / 2
+    monkeypatch.undo()
+    vetter.vet(choice_grammar(["c"]))
 
 
 def test_one_that_gets_no_time_is_nobodys_fault(vetter: GrammarVetter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,13 @@ class DoneLate:
             raise RuntimeError("the time is up")
 
 
+class Broken:
+    """An operation over a connection that its other rank has closed."""
+
+    def wait(self, moment: timedelta) -> None:
+        raise RuntimeError("Connection closed by peer. More advice")
+
+
 def ended_process() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -86,13 +93,24 @@ def test_what_a_rank_has_sent_before_it_left_is_waited_for() -> None:
     waits.close()
 
 
-def test_one_that_has_left_hides_no_other_that_is_lost() -> None:
+@pytest.mark.parametrize("work", [NeverDone(), Broken()], ids=["waits", "broken"])
+def test_one_that_has_left_hides_no_other_that_is_lost(work: object) -> None:
+    """Before, a connection that broke was the fault of one that had left, if anybody had."""
     store = HashStore()
     BoundedWaits(store, 1, 3, ProcessWatch({}), deadline=60.0).close()
     waits = BoundedWaits(store, 0, 3, ProcessWatch({1: ended_process(), 2: ended_process()}), deadline=60.0)
-    with pytest.raises(RankLost, match="ended") as lost:
-        waits.finish(cast(Work, NeverDone()))
+    with pytest.raises(RankLost) as lost:
+        waits.finish(cast(Work, work))
     assert lost.value.rank == 2
+
+
+def test_one_that_has_left_too_early_is_named() -> None:
+    store = HashStore()
+    BoundedWaits(store, 1, 3, ProcessWatch({}), deadline=60.0).close()
+    waits = BoundedWaits(store, 0, 3, ProcessWatch({1: ended_process(), 2: os.getpid()}), deadline=60.0)
+    with pytest.raises(RankLost, match="broken: Connection closed by peer") as lost:
+        waits.finish(cast(Work, Broken()))
+    assert lost.value.rank == 1
 
 
 def test_a_rank_that_gives_up_does_not_say_that_it_leaves() -> None:
