@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.house.source import ROOMS, ROOT, files, imports, matching, module_file, room_files, start_closure
+from tests.house.source import (
+    GENERATED,
+    ROOMS,
+    ROOT,
+    files,
+    imports,
+    matching,
+    module_file,
+    room_files,
+    start_closure,
+    tree,
+)  # fmt: skip
 
 # What each room may import besides itself. docs/way.md says why; a name with a dot allows that module alone.
 MAY_IMPORT = {
@@ -130,6 +143,35 @@ def test_every_project_import_leads_to_a_file() -> None:
         if found.top in ROOMS and module_file(found.name) is None and not (ROOT / Path(*found.name.split("."))).is_dir()
     ]
     assert wrong == []
+
+
+def test_every_imported_name_is_in_its_module() -> None:
+    """Many tests run in a process of their own, for a device or an interpreter; no type checker reads tests."""
+    wrong = [
+        f"{path}:{statement.lineno} imports {name} from {statement.module}"
+        for path in files(*ROOMS, "tests", "scripts")
+        for statement in ast.walk(tree(path))
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None
+        for name in _absent(statement.module, [alias.name for alias in statement.names])
+    ]
+    assert wrong == []
+
+
+def _absent(module: str, imported: list[str]) -> list[str]:
+    """Of names that are imported from a project's module, those that it neither binds nor has as a module."""
+    file = module_file(module)
+    bound = _bound(file) if file is not None and not any(file.match(pattern) for pattern in GENERATED) else imported
+    return [name for name in imported if name not in bound and module_file(f"{module}.{name}") is None]
+
+
+@cache
+def _bound(file: Path) -> frozenset[str]:
+    """Every name that some statement of the file binds, wherever."""
+    nodes = list(ast.walk(tree(file)))
+    made = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    kept = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    aliases = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    return frozenset(made | kept | {alias.asname or alias.name.partition(".")[0] for alias in aliases})
 
 
 @pytest.mark.parametrize("pattern", TORCH_FREE)

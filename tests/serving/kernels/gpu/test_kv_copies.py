@@ -20,7 +20,9 @@ from serving.kvspec import AUTO
 from tests.fakes.kv_layouts import LAYOUTS, WITH_ROOM, all_bytes, random_pool, same_parts
 from tests.fakes.sequences import lease_id
 from tests.gpu.fake_cuda import FakeCuda, installed
-from tests.gpu.test_order import ORDERS, SIZE, Worker, kv_of
+from tests.gpu.late_forward import kv_of
+from tests.gpu.test_order import ORDERS
+from tests.gpu.watching_worker import SIZE, Worker
 
 POOLS = {**LAYOUTS, **{f"{name}, int8 within": specs for name, specs in WITH_ROOM.items()}}
 
