@@ -95,13 +95,14 @@ class World:
         return found
 
     async def push(self, caller: Caller | None = None) -> None:
-        refused = caller is not None or self.answers.error is not None
+        # What is on its way when the stream ends may hide why it ended: https://github.com/grpc/grpc/issues/36066
+        last = 0 if caller is not None else 1 if self.answers.error is not None else None
         caller = caller or self.caller
 
         async def messages() -> AsyncIterator[pb.PushMessage]:
             for number in range(3):
-                if number == 1 and refused:
-                    await asyncio.Event().wait()  # what is on its way when the stream ends may hide why it ended
+                if number == last:
+                    await asyncio.Event().wait()
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
         with asking(caller.address):
@@ -159,8 +160,8 @@ async def test_without_the_key_no_door_opens(shape: str, key: str | None) -> Non
     stranger = Caller(made.address, key)
     try:
         with pytest.raises(Unauthorized):
-            await getattr(made, shape)(stranger)
-        assert made.answers.received == 0
+            async with asyncio.timeout(60):  # through an open door, a push goes on
+                await getattr(made, shape)(stranger)
     finally:
         await stranger.close()
         await made.stop()
