@@ -347,7 +347,7 @@ class Fleet:
         instance = worker.status.instance
         running = self._prefills.setdefault(instance, set())
 
-        def ended() -> None:
+        def ended(call: PrefillCall) -> None:
             running.discard(call)
             reserved.release(computed=call.computed)
 
