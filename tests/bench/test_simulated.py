@@ -184,8 +184,9 @@ async def test_an_ended_measurement_goes_on_where_it_was(measuring: list[str], t
 
     first.ledger.note = once  # type: ignore[method-assign]
     await first.run()
-    learned = [*["warmed", "profiled"] * 3, "simulated 12", "simulated 12"]
-    assert measuring == ["opened split", *learned, *["profiled"] * 3, "simulated 12"]
+    around = ["simulated 12"] * 2  # once the server has ended, and with it the trace of its steps
+    learned = ["opened split", *["warmed", "profiled"] * 3]
+    assert measuring == [*learned, *["profiled"] * 3, *around, "simulated 12"]
     measuring.clear()
     await MeasuredTwice(options_of(asked([*flags])), Premises()).run()
     assert measuring == ["opened split", "warmed", *["profiled"] * 3, "simulated 12"], "what there was is kept"
@@ -203,6 +204,19 @@ async def test_an_ended_measurement_goes_on_where_it_was(measuring: list[str], t
 def learned_token(profile: Path) -> float:
     found: float = json.loads(profile.read_text())["cost"]["token"]
     return found
+
+
+async def test_what_was_learned_in_part_is_learned_again(measuring: list[str], tmp_path: Path) -> None:
+    """A command that was killed has told nothing of what is around the steps, and its trace is written over."""
+    flags = ["--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "1"]
+    twice = MeasuredTwice(options_of(asked([*flags, "--out", str(tmp_path / "found")])), Premises())
+    twice.ledger.note("learned split", {"capacity": {"chat": 1.0}, "profiles": {}, "short": [], "usual": []})
+    twice.write()
+    assert "split" not in json.loads((tmp_path / "found.json").read_text())["learned"]
+    await twice.run()
+    assert measuring[1:7] == ["warmed", "profiled"] * 3
+    assert twice.ledger.notes["learned split"]["capacity"]["chat"] == 100.0
+    assert {"front_ms", "commit_ms"} <= twice.ledger.notes["learned split"].keys()
 
 
 async def test_a_run_is_simulated_by_what_was_learned_at_its_time(
