@@ -20,6 +20,7 @@ from bench.deployments import (
     PRELUDE_SECONDS,
     WARM_TEXTS,
     cases_of,
+    deployments,
     mean_profile,
     pace,
     prelude,
@@ -104,11 +105,16 @@ def test_profiles_are_taken_in_the_mean_and_compared_by_what_a_request_takes() -
 
 
 def test_threads_are_each_workers_own(tmp_path: Path) -> None:
-    embedded, split = DEPLOYMENTS["embedded"], DEPLOYMENTS["split"]
+    embedded, split = deployments(4)["embedded"], deployments(4)["split"]
     assert embedded.flags(tmp_path) == ("--threads", "3") and options_of(asked([])).base[:1] != ("--threads",)
     (tmp_path / "split.toml").write_text(split.placement)
     plan = load_placement(split.flags(tmp_path)[1])
     assert [(group.kind, group.settings["threads"]) for group in plan.workers] == [("prefill", 2), ("decode", 1)]
+    assert {name: each.threads for name, each in deployments(2).items()} == {
+        "embedded": {"mixed": 1},
+        "split": {"prefill": 1, "decode": 1},
+    }
+    assert deployments(1) == deployments(2)
 
 
 def test_runs_share_no_text_with_each_other() -> None:
