@@ -112,6 +112,8 @@ class MeasuredTwice:
         try:
             if todo and not self._over:
                 await self._measure_all(todo)
+            for deployment in {case.deployment.name: case.deployment for case in self.options.cases}.values():
+                await self._learn_around(deployment)  # no server is up: all of its steps are in its trace
             for case in self.options.cases:
                 if self.options.again or f"simulated {case.key}" not in self.ledger.notes:
                     await self._simulate(case)
@@ -130,8 +132,6 @@ class MeasuredTwice:
             served = {name: await self._open(one, stack) for name, one in deployments.items()}
             lanes = [[name] for name in served] if self.options.paced else [list(served)]
             await asyncio.gather(*(self._lane([served[name] for name in lane], todo) for lane in lanes))
-        for deployment in deployments.values():  # now that all of its steps are in the trace
-            await self._learn_around(deployment)
         for case in todo:
             if case.key in self._runs:
                 cut_steps(logs_of(self.options.out), case.deployment, case.key, *self._runs[case.key]["span"])

@@ -225,6 +225,24 @@ async def test_what_was_learned_in_part_is_learned_again(measuring: list[str], t
     assert {"front_ms", "commit_ms"} <= twice.ledger.notes["learned split"].keys()
 
 
+async def test_killed_before_it_knew_what_is_around_the_steps_it_goes_on_from_there(
+    measuring: list[str], tmp_path: Path
+) -> None:
+    """All runs are measured, and the traces are as the servers left them."""
+    flags = ["--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "1"]
+    flags += ["--out", str(tmp_path / "found")]
+    first = MeasuredTwice(options_of(asked(flags)), Premises())
+    await first.run()
+    known = first.ledger.notes["learned split"]
+    left = {name: value for name, value in known.items() if name not in ("front_ms", "commit_ms")}
+    first.ledger.note("learned split", left)
+    measuring.clear()
+    again = MeasuredTwice(options_of(asked([*flags, "--again"])), Premises())
+    await again.run()
+    assert measuring == ["simulated 12"] * 3, "what single requests took, and the run; nothing is measured"
+    assert again.ledger.notes["learned split"].keys() == known.keys()
+
+
 async def test_a_run_is_simulated_by_what_was_learned_at_its_time(
     measuring: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
