@@ -26,6 +26,8 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
+from serving.kernels.gpu.prompt_choice import FLASHINFER, PromptWork, choose_prompts
+from serving.kernels.gpu.prompts import PromptShape
 from serving.model.decoder import Decoder, Planes
 from serving.model.fused_shape import unlike_llama
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
@@ -62,6 +64,7 @@ class TritonForward:
         )
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
+        self.launched = self.kernels  # computes the steps that no graph does
         self._warm_for = 0  # tokens of the largest step it has been made ready for
         self._offloads = False  # whether it has been made ready for steps with KV in host memory
         self._modules = EagerForward(model, planes)
@@ -77,11 +80,37 @@ class TritonForward:
         other = copy(self)
         other.kernels, other._modules = self.kernels.over(planes), self._modules.over(planes)
         other.graphs = other.mixed = None
+        alike = planes[0][0].dtype is self.kernels.planes[0][0].dtype
+        other.launched = self.launched.over(planes) if alike else other.kernels
         if self._warm_for:
             other.warm_up(self._warm_for, None)
         if self._offloads:
             other.warm_up_offloaded()
         return other
+
+    def choose_prompts(self, backend: str, most_tokens: int) -> None:
+        """Let `backend`, as --attention-backend has it, attend prompts in launched steps of up to so many tokens.
+
+        Raises ValueError for one that cannot be had.
+        """
+        spec, planes = self.model.spec, self.kernels.planes[0]
+        if planes[0].dtype is not self.kernels.dtype:
+            if backend == FLASHINFER:
+                raise ValueError("--attention-backend flashinfer: it takes no int8 KV; choose --attention-backend auto")
+            return
+        work = PromptWork(
+            shape=PromptShape(
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                block_size=self.block_size,
+                dtype=self.kernels.dtype,
+            ),
+            windows=tuple(layer.window for layer in self.kernels.layers),
+            most_tokens=most_tokens,
+            longest=self.kernels.rotation.shape[1],
+        )
+        self.launched = replace(self.kernels, prompts=choose_prompts(backend, work, self.device))
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
@@ -133,7 +162,7 @@ class TritonForward:
         return best_tokens(logits), logits[on_device(rows, torch.int64, self.device)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return self._launched(batch, layer_done, self.kernels.hidden)
+        return self._launched(batch, layer_done, self.launched.hidden)
 
     def _replayed(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
         """Logits [R, V] and the best token of each row, until the next step; None where no graph computes this one."""
@@ -146,7 +175,7 @@ class TritonForward:
         self, batch: RaggedBatch, layer_done: LayerDone | None, compute: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """`compute` is a method of the kernels, `logits` by default."""
-        compute = compute or self.kernels.logits
+        compute = compute or self.launched.logits
         angles = None
         if batch.long_rope is not None:
             assert self.model.rotary is not None

@@ -9,7 +9,7 @@ logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.linear import int8_linear, tune, tuned_tiles
+from serving.kernels.gpu.prompts import PromptAttention, TritonPrompts
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
@@ -47,6 +48,7 @@ class TritonDecoder:
     head_dim: int
     rotation: Tensor  # [2, positions, P]
     planes: Sequence[tuple[Tensor, ...]]
+    prompts: PromptAttention = field(default_factory=TritonPrompts)
 
     def __post_init__(self) -> None:
         assert len(self.layers) == len(self.planes)
@@ -90,7 +92,7 @@ class TritonDecoder:
     ) -> tuple[Tensor, Tensor | None] | None:
         """What comes out of the last layer [R, H], with the branch that is yet to be added; None: the step has left."""
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
-        scale = self.head_dim**-0.5
+        scale, prompts = self.head_dim**-0.5, self.prompts.step(batch)
         x_TH = F.embedding(batch.tokens, self.embedding)
         branch_TH: Tensor | None = None  # of the layer before, yet to be added
         for index, (layer, planes) in enumerate(zip(self.layers, self.planes, strict=True)):
@@ -102,7 +104,10 @@ class TritonDecoder:
             if written is not None:
                 written(index)
             k_plane, v_plane, *scales = planes
-            attended_TH = paged_attention(q_TND, k_plane, v_plane, batch, scale, layer.window, *scales).flatten(1)
+            attended_TND = paged_attention(
+                q_TND, k_plane, v_plane, batch, scale, layer.window, *scales, prompts=prompts
+            )
+            attended_TH = attended_TND.flatten(1)
             if index == len(self.layers) - 1 and len(batch.logits_rows) != len(x_TH):
                 # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
