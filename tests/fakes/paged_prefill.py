@@ -154,8 +154,8 @@ def _attend(
         length, group = int(lengths[n]), q.shape[1] // k.shape[2]
         keys, values = (one[held].flatten(0, 1)[:length].float().repeat_interleave(group, 1) for one in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * scale
-        place = torch.arange(length - (rows.stop - rows.start), length)[:, None]
-        key = torch.arange(length)[None, :]
+        place = torch.arange(length - (rows.stop - rows.start), length, device=q.device)[:, None]
+        key = torch.arange(length, device=q.device)[None, :]
         seen = (key <= place) & ((key >= place - window_left) | (window_left < 0))
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
