@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from torch._C._distributed_c10d import Store, Work
 
@@ -66,10 +67,17 @@ class BoundedWaits:
 
     def finish(self, work: Work) -> None:
         """Wait until the operation is done. Raises RankLost."""
+        self.until(partial(ended, work))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until this, which takes a moment to answer, is so; it raises RuntimeError where a connection has broken.
+
+        Raises RankLost.
+        """
         self.check()
         began, said = time.monotonic(), False
         try:
-            while not ended(work):
+            while not reached():
                 if (dead := self._dead()) is not None:
                     raise self._lost_rank(dead, "its process has ended")
                 waited = time.monotonic() - began

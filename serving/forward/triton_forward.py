@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import lcm
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from serving.batch.device_copy import on_device
 from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
@@ -28,10 +28,12 @@ from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
 from serving.kernels.gpu.prompt_choice import FLASHINFER, PromptWork, choose_prompts
 from serving.kernels.gpu.prompts import PromptShape
+from serving.kernels.layer_weights import LinearWeights
 from serving.model.decoder import Decoder, Planes
 from serving.model.fused_shape import unlike_llama
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
+from serving.parallel.tensor_parallel import SummedLinear, TensorShare
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +50,21 @@ class TritonForward:
     form = "triton"
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], max_position: int) -> None:
-        spec = model.spec
+        spec, share = model.spec, TensorShare.of(model)
+        embed, head = (model.embed, model.head) if share is None else (share.embed.embed, share.head.head)
         self.model = model
-        self.device = model.embed.weight.device
+        self.device = embed.weight.device
         self.block_size = planes[0][0].shape[1]
         self.kernels = TritonDecoder(
-            embedding=model.embed.weight.detach(),
-            layers=[layer_weights(layer, norm_weight, linear_weights, linear_weights) for layer in model.layers],
+            embedding=embed.weight.detach(),
+            layers=[layer_weights(layer, norm_weight, _own_weights, linear_weights) for layer in model.layers],
             final_norm=norm_weight(model.norm),
-            head=linear_weights(model.head),
+            head=linear_weights(head),
             eps=spec.norm_eps,
             head_dim=spec.head_dim,
             rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
+            ranks=share,
         )
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
@@ -208,6 +212,14 @@ class SilentSegments(OffloadedKV):
         yield KVSegment(tuple(staged), 0, tokens)
 
 
+def _own_weights(linear: nn.Module) -> LinearWeights:
+    """Of a linear that is summed over ranks, this rank's share; the bias is the first rank's to add."""
+    if not isinstance(linear, SummedLinear):
+        return linear_weights(linear)
+    bias = linear.bias if linear.group.rank == 0 else None
+    return LinearWeights(weight=linear.linear.weight.detach(), bias=None if bias is None else bias.detach())
+
+
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:
     """Sequences with so many new tokens, which write no KV and see none."""
     batch = RaggedBatch.build(
@@ -225,8 +237,8 @@ def silent_step(counts: Sequence[int], block_size: int, device: torch.device) ->
 
 def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     """Why the kernels cannot run this model over planes like these, or None if they can."""
-    if computes_with_others(model):
-        return "the kernels compute no model that ranks share"
+    if computes_with_others(model) and TensorShare.of(model) is None:
+        return "of models that ranks share, the kernels compute those of shared weights in floats alone"
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason
