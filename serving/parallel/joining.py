@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from serving.expert_parallel.all_to_all import connected, host_key
-from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.bounded import Overdue, StoreUnavailable, within
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
@@ -92,7 +92,7 @@ class ParallelRank:
                 previous=group("link", stages[stage - 1 : stage + 1] if stage else ()),
                 following=group("link", stages[stage : stage + 2]),
             )
-            joined.warm_up()
+            joined.warm_up(meeting)
             return joined
         except (RankLost, StoreUnavailable, ValueError):
             waits.close()
@@ -109,15 +109,26 @@ class ParallelRank:
     def bytes_sent(self) -> int:
         return sum(group.bytes_sent for group in self.groups)
 
-    def warm_up(self) -> None:
+    def warm_up(self, seconds: float) -> None:
         """One small exchange in each group, in one order on all ranks: NCCL connects where it is first used, which no
-        capture of a graph may be. Raises RankLost.
+        capture of a graph may be. It waits for the others then, for `seconds` at most. Raises RankLost.
         """
         if self.device.type == "cpu":
             return
+        self.finish(self.waits.begin(partial(self._exchanged, seconds)))
+
+    def _exchanged(self, seconds: float) -> Event:
+        """The end of a byte's exchange in each group. Raises RuntimeError where NCCL does not connect in time."""
+        try:
+            return within(seconds, self._exchange)
+        except Overdue as error:
+            raise RuntimeError(f"{error} of NCCL") from error
+
+    def _exchange(self) -> Event:
+        streams = streams_of(self.device)
         for group in self.groups:
-            group.gathered(torch.zeros(1, device=self.device))
-        self.finish(recorded(streams_of(self.device)))
+            group.gathered(streams.room(1))
+        return recorded(streams)
 
     def finish(self, step: Event) -> None:
         """Wait until the device has passed this end of a step, as every rank does after each step.

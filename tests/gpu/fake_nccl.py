@@ -81,14 +81,19 @@ class FakeNcclRank:
         return self._launch(output, input, to)
 
     def _launch(self, output: Tensor, input: Tensor, to: list[int]) -> FakeWork:
-        cuda = self.nccl.cuda
+        cuda, current = self.nccl.cuda, self.current()
         meeting = self.nccl.meeting(self.launched)
         self.launched += 1
-        self.exchanging.wait_stream(cuda.current())
+        self.exchanging.wait_stream(current)
         out, given = inner(output), inner(input)
         cuda.queue(self.exchanging, lambda: meeting.arrive(self.number, out, given, to))
-        cuda.count("exchange", cuda.current())
-        return FakeWork(cuda, cuda.queue(self.exchanging, lambda: None, (meeting.done,)))
+        cuda.count("exchange", current)
+        return FakeWork(cuda, current, cuda.queue(self.exchanging, lambda: None, (meeting.done,)))
+
+    def current(self) -> FakeStream:
+        """The thread's; in a thread that plays no rank, whose stream would be every rank's, this rank's own."""
+        current = self.nccl.cuda.current()
+        return self.computing if current is self.nccl.cuda.default else current
 
     def abort(self) -> None:
         self.nccl.abort()
@@ -99,10 +104,11 @@ class FakeWork:
     """`wait` is what ProcessGroupNCCL's is: the current stream waits, and the host goes on."""
 
     cuda: GraphingCuda
+    current: FakeStream
     task: Task
 
     def wait(self) -> bool:
-        self.cuda.queue(self.cuda.current(), lambda: None, (self.task,))
+        self.cuda.queue(self.current, lambda: None, (self.task,))
         return True
 
 

@@ -4,7 +4,9 @@ and a rank that is lost is named.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import cast
 
@@ -32,7 +34,7 @@ from serving.parallel.layout import ParallelLayout
 from serving.streams import recorded
 from tests.gpu.fake_cuda import DEVICE, installed
 from tests.gpu.fake_graphs import FakeGraph, GraphingCuda, counting_triton
-from tests.gpu.fake_nccl import FakeNccl
+from tests.gpu.fake_nccl import FakeNccl, FakeNcclRank
 from tests.gpu.late_forward import device_pool
 
 WIDTH, INNER, LAYERS, ROWS = 8, 12, 3, 5
@@ -202,20 +204,51 @@ def test_the_end_of_a_step_is_waited_for_by_looking(monkeypatch: pytest.MonkeyPa
         assert not any(counted.what.startswith("wait") for counted in cuda.counts)
 
 
-def test_warming_up_connects_each_group_in_one_order() -> None:
-    cuda = GraphingCuda(0, 0.9)
-    with installed(cuda), torch.inference_mode():
-        world = World(cuda, 2)
-        before = [rank.group.nccl.launched for rank in world.each]
-        moved: list[Work] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ParallelRank, "finish", lambda self, event: moved.append(event))
-            patch.setattr(torch, "zeros", lambda *shape, device: cuda.tensor(torch.ones(shape)))
-            for rank in world.each:
-                with cuda.on(rank.group.nccl.computing):
-                    rank.group.joined.warm_up()
-        assert [rank.group.nccl.launched for rank in world.each] == [count + 1 for count in before]
-        assert len(moved) == 2
+class Fakes:
+    """Connects the ranks of one group by a FakeNccl (serving.parallel.joining.Connect)."""
+
+    def __init__(self, cuda: GraphingCuda, ranks: int) -> None:
+        self.nccl = FakeNccl(cuda, ranks)
+
+    def __call__(self, store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective:
+        group = self.nccl.ranks[rank]
+        return Collective(group, ranks, StreamWaits(waits), abort=group.abort)
+
+
+def test_ranks_that_join_have_exchanged_before_any_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, layout, store = GraphingCuda(0, 0.5), ParallelLayout(tensor=2), HashStore()
+    connect = Fakes(cuda, 2)
+    monkeypatch.setattr("serving.parallel.joining.time.sleep", lambda _: cuda.finish())
+    with installed(cuda), ThreadPoolExecutor(2) as threads:
+        joining = [
+            threads.submit(ParallelRank.join, layout, rank, store, deadline=60.0, device=DEVICE, connect=connect)
+            for rank in range(2)
+        ]
+        ranks = [one.result(60) for one in joining]
+    assert [rank.launched for rank in connect.nccl.ranks] == [1, 1]
+    assert [(rank.rank, rank.tensor is not None, rank.groups) for rank in ranks] == [
+        (number, True, [ranks[number].tensor]) for number in range(2)
+    ]
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_rank_that_does_not_connect_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL makes its first exchange wait on the host for the others."""
+    cuda, over = GraphingCuda(), threading.Event()
+
+    def connecting(*_: object) -> None:
+        over.wait()
+        raise RuntimeError("the communicator was aborted")
+
+    monkeypatch.setattr(FakeNcclRank, "alltoall_base", connecting)
+    with installed(cuda):
+        rank = FakeRank(FakeNccl(cuda, 2), 0, HashStore()).joined
+        with pytest.raises(RankLost, match=r"no answer within 0\.1 s of NCCL"):
+            rank.warm_up(0.1)
+        with pytest.raises(RankLost, match="of NCCL"):
+            rank.waits.check()
+    over.set()
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
