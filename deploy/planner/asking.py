@@ -168,7 +168,7 @@ def _load(
     table, search = given["traffic"], given["search"]
     ttft, tpot = (_number(given["objectives"], name, None) for name in ("ttft_ms", "tpot_ms"))
     if "trace" in table:
-        recorded = _recorded(table, objectives=ttft is None or tpot is None)
+        recorded = _recorded(table, ttft=ttft is None, tpot=tpot is None)
         traffic, pairs = recorded.traffic, recorded.pairs
     else:
         traffic = _traffic(table, model.max_model_len)
@@ -180,15 +180,19 @@ def _load(
         requests=_count(search, "requests", REFERENCE_REQUESTS if reference else 600, least=20),
         seconds=_number(search, "seconds", 0.0 if reference else 60.0, least=0),
         pairs=pairs,
+        recorded="trace" in table,
     )
 
 
-def _recorded(table: Mapping[str, Any], *, objectives: bool) -> RecordedTraffic:
-    """Of the table's trace, beside which it says nothing of lengths. Raises ValueError, OSError."""
+def _recorded(table: Mapping[str, Any], *, ttft: bool, tpot: bool) -> RecordedTraffic:
+    """Of the table's trace, beside which it says nothing of lengths; with the objectives that are asked for of it.
+
+    Raises ValueError, OSError.
+    """
     others = sorted(table.keys() - {"trace", "rate", "burstiness"})
     if others:
         raise ValueError(f"trace goes without {', '.join(others)}: the trace says how long requests are")
-    return RecordedTraffic.read(Path(_text(table, "trace", "")), objectives=objectives)
+    return RecordedTraffic.read(Path(_text(table, "trace", "")), ttft=ttft, tpot=tpot)
 
 
 def _traffic(table: Mapping[str, Any], longest: int) -> Traffic:

@@ -29,7 +29,8 @@ class OfferedTraffic:
     """Traffic as it is asked for: at least so many requests, and at least `seconds` of them, at every rate.
 
     Lengths are cut, and objectives left out are taken, as they fit `profile`: the model on its smallest worker.
-    `pairs` of prompt and output tokens, over and over, go before the lengths that the traffic draws.
+    `pairs` of prompt and output tokens, over and over, go before the lengths that the traffic draws; of a `recorded`
+    trace that has more of them than a run, these are of all its parts.
     """
 
     traffic: Traffic
@@ -37,6 +38,7 @@ class OfferedTraffic:
     requests: int = 600
     seconds: float = 0.0
     pairs: tuple[tuple[int, int], ...] = ()
+    recorded: bool = False
 
     def count(self, rate: float) -> int:
         """Requests of a run at this rate: a whole multiple of 300 where seconds are asked for."""
@@ -75,10 +77,11 @@ def _offered(load: OfferedTraffic, count: int, seed: int) -> OfferedRequests:
 
 
 def _paired(load: OfferedTraffic, count: int, seed: int) -> list[DrawnRequest]:
-    """With the lengths of the file, cut as those that are drawn are."""
+    """With the lengths of the file, of all parts of a recorded one alike, cut as those that are drawn are."""
     longest, made = load.profile.max_model_len, []
+    step = max(1, len(load.pairs) // count) if load.recorded else 1
     for number, at in enumerate(arrivals(count, load.traffic.burstiness, seed)):
-        prompt, output = load.pairs[number % len(load.pairs)]
+        prompt, output = load.pairs[number * step % len(load.pairs)]
         prompt = min(prompt, longest - 2)
         made.append(DrawnRequest(at, 0, prompt, min(output, longest - 1 - prompt)))
     return made

@@ -28,17 +28,18 @@ class RecordedTraffic:
     pairs: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def read(path: Path, *, objectives: bool) -> RecordedTraffic:
-        """Of the requests that are counted; with `objectives` those that they bring, which must be alike.
+    def read(path: Path, *, ttft: bool, tpot: bool) -> RecordedTraffic:
+        """Of the requests that are counted; with `ttft` and `tpot` the objectives that they bring, which must be alike.
 
         Raises ValueError that names the file; OSError.
         """
         requests = [each for each in read_trace(path) if each.counted]
-        ttft, tpot = _objectives(path, requests) if objectives else (None, None)
+        ttft_ms = _objective(path, requests, "ttft") if ttft else None
+        tpot_ms = _objective(path, requests, "tpot") if tpot else None
         prompt, output = (
             float(np.mean([getattr(each, f"{which}_tokens") for each in requests])) for which in ("prompt", "output")
         )
-        kind = TrafficClass(prompt=Lengths(prompt), output=Lengths(output), ttft_ms=ttft, tpot_ms=tpot)
+        kind = TrafficClass(prompt=Lengths(prompt), output=Lengths(output), ttft_ms=ttft_ms, tpot_ms=tpot_ms)
         every = -(-len(requests) // MOST_PAIRS)
         return RecordedTraffic(
             traffic=Traffic(name=path.name, classes=(kind,), burstiness=burstiness(requests)),
@@ -54,12 +55,13 @@ def burstiness(requests: Sequence[TracedRequest]) -> float:
     return min(MOST_BURSTINESS, max(LEAST_BURSTINESS, float(gaps.std() / gaps.mean())))
 
 
-def _objectives(path: Path, requests: Sequence[TracedRequest]) -> tuple[float | None, float | None]:
-    """TTFT and TPOT in milliseconds, None where no request brings one."""
-    found = []
-    for name, flag in (("ttft_slo_ms", "--ttft-ms"), ("tpot_slo_ms", "--tpot-ms")):
-        known = {None if math.isnan(value) else value for value in (getattr(each, name) for each in requests)}
-        if len(known) > 1:
-            raise ValueError(f"{path}: requests differ in {name}, and a plan is for one objective: give {flag}")
-        found.append(known.pop())
-    return found[0], found[1]
+def _objective(path: Path, requests: Sequence[TracedRequest], which: str) -> float | None:
+    """TTFT or TPOT in milliseconds, None where no request brings one. Raises ValueError."""
+    name = f"{which}_slo_ms"
+    known = {None if math.isnan(value) else value for value in (getattr(each, name) for each in requests)}
+    if len(known) > 1:
+        raise ValueError(f"{path}: requests differ in {name}, and a plan is for one objective: give --{which}-ms")
+    (found,) = known
+    if found is not None and found <= 0.0:
+        raise ValueError(f"{path}: {name} of {found:g} is met by nobody: give --{which}-ms")
+    return found

@@ -29,7 +29,8 @@ def test_a_question_has_the_lengths_and_the_bursts_of_the_trace(tmp_path: Path) 
     assert load.pairs == tuple((100 + number % 7, 10 + number % 3) for number in range(3000))
     assert load.traffic.burstiness == pytest.approx(3.0, rel=0.1) and load.traffic.name == "requests.csv"
     made = offered(load, 1.0, 0)
-    assert made.prompt[:9] == [100 + number % 7 for number in range(9)] and made.output[:4] == [10, 11, 12, 10]
+    assert made.prompt[:9] == [100 + number % 7 for number in range(0, 45, 5)], "one of five, of all parts"
+    assert made.output[:4] == [10, 12, 11, 10]
     assert set(made.ttft) == {0.3} and set(made.tpot) == {0.05}
     gaps = np.diff(made.at)
     assert gaps.std() / gaps.mean() > 1.5, "requests of a plan come as burstily as they did"
@@ -46,13 +47,23 @@ def test_objectives_are_those_of_the_requests_unless_others_are_given(tmp_path: 
     different = written(tmp_path, ["0,50,5,900,,", "1,50,5,100,,"])
     with pytest.raises(ValueError, match="differ in ttft_slo_ms, and a plan is for one objective: give --ttft-ms"):
         read_question(parsed("--trace", str(different)))
-    given = parsed("--trace", str(different), "--ttft-ms", "100", "--tpot-ms", "50")
-    assert len(read_question(given).load.pairs) == 2
+    given = parsed("--trace", str(different), "--ttft-ms", "100")
+    assert len(read_question(given).load.pairs) == 2, "the one that differs was given"
+    nobodys = written(tmp_path, ["0,50,5,0,,"])
+    with pytest.raises(ValueError, match="ttft_slo_ms of 0 is met by nobody: give --ttft-ms"):
+        read_question(parsed("--trace", str(nobodys)))
+
+
+def test_a_plan_takes_of_all_parts_of_a_long_trace(tmp_path: Path) -> None:
+    """Before: the first 600 requests, so that a trace whose prompts grow was planned for with its short ones."""
+    path = written(tmp_path, [f"{number},{50 if number < 1500 else 500},5,900,50," for number in range(3000)])
+    made = offered(read_question(parsed("--trace", str(path))).load, 1.0, 0)
+    assert len(made.prompt) == 600 and sum(length == 500 for length in made.prompt) == 300
 
 
 def test_requests_that_are_not_counted_are_left_out(tmp_path: Path) -> None:
     path = written(tmp_path, ["0,1900,5,,,false", "1,50,5,,,true"])
-    assert RecordedTraffic.read(path, objectives=True).pairs == ((50, 5),)
+    assert RecordedTraffic.read(path, ttft=True, tpot=True).pairs == ((50, 5),)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +78,13 @@ def test_requests_that_are_not_counted_are_left_out(tmp_path: Path) -> None:
 )
 def test_few_or_odd_arrivals_have_a_burstiness_too(tmp_path: Path, seconds: list[float], expected: float) -> None:
     path = written(tmp_path, [f"{second},50,5,,," for second in seconds])
-    assert RecordedTraffic.read(path, objectives=True).traffic.burstiness == expected
+    assert RecordedTraffic.read(path, ttft=True, tpot=True).traffic.burstiness == expected
 
 
 def test_of_a_long_trace_every_part_is_kept(tmp_path: Path) -> None:
     count = 2 * MOST_PAIRS + 10
     path = written(tmp_path, [f"{number},{1 + number // 100},5,,," for number in range(count)])
-    pairs = RecordedTraffic.read(path, objectives=True).pairs
+    pairs = RecordedTraffic.read(path, ttft=True, tpot=True).pairs
     assert MOST_PAIRS / 2 < len(pairs) <= MOST_PAIRS
     assert pairs[0][0] == 1 and pairs[-1][0] > count // 100 - 2
 
