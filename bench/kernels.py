@@ -26,7 +26,7 @@ from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
-    from serving.kernels.gpu.prompt_choice import FAILURES
+    from serving.kernels.gpu.prompt_choice import NotUsed, Trial
     from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
 
@@ -119,13 +119,14 @@ def beside_flashinfer(
         heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, block_size=BLOCK, dtype=q.dtype
     )
     try:
-        from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # the extra `flashinfer`
+        with Trial():
+            from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # the extra `flashinfer`
 
-        prompts = FlashInferPrompts(shape, bench.device).step(batch)
-        attend = partial(gpu.paged_attention, q, *planes, batch, sizes.head_dim**-0.5, None, prompts=prompts)
-        return f"{bench.seconds_of(attend) / spent:.2f}x FlashInfer's"
-    except FAILURES as error:
-        return f"FlashInfer does not run: {type(error).__name__}"
+            prompts = FlashInferPrompts(shape, bench.device).step(batch)
+            attend = partial(gpu.paged_attention, q, *planes, batch, sizes.head_dim**-0.5, None, prompts=prompts)
+            return f"{bench.seconds_of(attend) / spent:.2f}x FlashInfer's"
+    except NotUsed as error:
+        return f"FlashInfer does not run: {type(error.__cause__).__name__}"
 
 
 def bench_rows(bench: KernelBench) -> None:

@@ -52,6 +52,13 @@ def refused(*names: str, instead: str) -> ForeignFlag:
     return ForeignFlag(names, instead=instead)
 
 
+# What vLLM and SGLang call theirs. Of both, `triton` and `flashinfer` are ours too.
+ATTENTION = (
+    "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA", "XFORMERS", "CPU_ATTN", "ROCM_ATTN",
+    "FLASH_ATTN_MLA", "FLASHINFER_MLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHMLA",
+    "fa3", "fa4", "flex_attention", "torch_native", "flashmla", "cutlass_mla", "trtllm_mha", "trtllm_mla", "aiter",
+    "wave", "intel_amx", "nsa",
+)  # fmt: skip
 NO_LORA = "LoRA adapters are not served: merge the adapter into the weights and serve those"
 OWN_CONFIG = "what a model is stands in its folder alone: change config.json in a copy of it"
 HUB = "hub models go where HF_HOME says, and private ones need HF_TOKEN: set these in the environment"
@@ -151,6 +158,14 @@ FLAGS: tuple[ForeignFlag, ...] = (
     kept("--max-seq-len-to-capture", "--cuda-graph-max-bs", told="graphs are captured for the sizes that occur"),
     kept("--compilation-config", told="steps are compiled kernels and CUDA graphs: --kernels, --cuda-graphs"),
     switch("--async-scheduling", "--enable-overlap", told="the next step begins while one runs, where that hides time"),
+    ForeignFlag(
+        ("--attention-backend",),
+        always=ATTENTION,
+        told="the quicker one of those that there are is taken, as with auto",
+        to="--attention-backend",
+        values={name: name for name in ("auto", "triton", "flashinfer")},
+        instead="--attention-backend auto, triton or flashinfer",
+    ),
     kept("--sampling-backend", told="there is one for each device: --kernels"),
     switch("--enable-deterministic-inference", to="--deterministic"),
     ForeignFlag(DRAFT_MODEL, to="--speculative-config", values={"[ngram]": '{"method": "ngram"}'}),

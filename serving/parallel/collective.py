@@ -134,7 +134,7 @@ class Collective:
     def close(self) -> None:
         if self._group is not None:
             held: list[object] = [self._group, self._sending]
-            self._group = self._sending = None
+            self._group = self._sending = self._abort = None  # it is the group's own method, and holds it
             let_go(held)
 
 

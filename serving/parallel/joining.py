@@ -5,11 +5,13 @@ Groups are made ahead, before any is needed. Of the model it knows nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Thread
 from typing import Protocol, Self
 
 import torch
@@ -24,9 +26,11 @@ from serving.expert_parallel.waits import POLL, BoundedWaits
 from serving.parallel.collective import Collective
 from serving.parallel.device_groups import StreamWaits, connected_by_nccl
 from serving.parallel.layout import ParallelLayout
-from serving.streams import Event, recorded, streams_of
+from serving.streams import Event, Streams, recorded, streams_of
 
 CPU = torch.device("cpu")
+ABORT_SECONDS = 2.0  # that groups may take to end what is under way on a device
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,12 +124,12 @@ class ParallelRank:
     def _exchanged(self, seconds: float) -> Event:
         """The end of a byte's exchange in each group. Raises RuntimeError where NCCL does not connect in time."""
         try:
-            return within(seconds, self._exchange)
+            return within(seconds, partial(self._exchange, streams_of(self.device)))
         except Overdue as error:
             raise RuntimeError(f"{error} of NCCL") from error
 
-    def _exchange(self) -> Event:
-        streams = streams_of(self.device)
+    def _exchange(self, streams: Streams) -> Event:
+        """By the streams of the thread that asks: another's current device may be another."""
         for group in self.groups:
             group.gathered(streams.room(1))
         return recorded(streams)
@@ -139,9 +143,21 @@ class ParallelRank:
         try:
             self.waits.until(partial(_passed, step))
         except RankLost:
-            for group in self.groups:
-                group.abort()
+            self.abort()
             raise
+
+    def abort(self) -> None:
+        """Whatever the device does with others ends, where the library can end it within ABORT_SECONDS.
+
+        All groups at once: what frees one may wait for what another has on the device. NCCL goes on trying while a
+        graph that was captured with the group is left, so who has any drops them before the next is joined.
+        """
+        ending = [Thread(target=_quietly, args=(group.abort,), name="abort", daemon=True) for group in self.groups]
+        for one in ending:
+            one.start()
+        until = time.monotonic() + ABORT_SECONDS
+        for one in ending:
+            one.join(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         self.waits.close()
@@ -174,3 +190,11 @@ def _passed(step: Event) -> bool:
             return False
         time.sleep(0)  # other threads may go on
     return True
+
+
+def _quietly(abort: Callable[[], None]) -> None:
+    """A group that cannot be aborted hides no rank that is lost."""
+    try:
+        abort()
+    except RuntimeError as error:
+        log.warning("a group of ranks does not end what it has on the device: %s", error)

@@ -15,7 +15,13 @@ from scripts.flags import commands
 from tests.deploy.conftest import Started
 
 NAMES = [name for flag in FLAGS for name in flag.names]
-VALUE_ON_THE_WAY = {"--load-format", "--dtype", "--quantization", "--generation-config"}  # ours, with values of others
+VALUE_ON_THE_WAY = {
+    "--load-format",
+    "--dtype",
+    "--quantization",
+    "--generation-config",
+    "--attention-backend",
+}  # ours, with values of others
 
 
 def options(command: str) -> dict[str, argparse.Action]:
@@ -46,6 +52,7 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
         --enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 --trust-remote-code
         --enable-prefix-caching --enable-chunked-prefill --swap-space 4 --block-size 32 --enforce-eager
         --uvicorn-log-level warning --disable-log-requests --api-key sk-1 sk-2 --generation-config vllm
+        --attention-backend FLASH_ATTN
         --load-format safetensors --num-gpu-blocks-override 500 --distributed-executor-backend mp"""
     with caplog.at_level(logging.INFO, logger="deploy.cli"):
         config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
@@ -56,7 +63,7 @@ def test_a_command_line_of_vllm_starts_the_same_thing(started: Started, caplog: 
     assert (made.model_config.load_format, made.model_config.generation_config) == ("auto", "none")
     engine = made.engine
     assert (engine.max_num_seqs, engine.max_num_batched_tokens, engine.block_size) == (64, 2048, 32)
-    assert (engine.num_kv_blocks, engine.cuda_graphs) == (500, False)
+    assert (engine.num_kv_blocks, engine.cuda_graphs, engine.attention_backend) == (500, False, "auto")
     assert (engine.speculation().method, engine.speculation().num_speculative_tokens) == ("ngram", 3)
     assert (made.http.port, made.logs.log_level, made.http.api_key) == (8001, "warning", "sk-1,sk-2")
     assert (made.http.tool_call_parser, made.http.reasoning_parser) == ("hermes", "qwen3")
@@ -71,7 +78,7 @@ def test_a_command_line_of_sglang_starts_the_same_thing(started: Started) -> Non
         "--model-path m --tp 1 --context-length 2048 --port 30000 --max-running-requests 8 --chunked-prefill-size 512"
     )
     more = "--disable-radix-cache --disable-cuda-graph --page-size 8 --schedule-policy fcfs --log-level-http error"
-    more += " --mem-fraction-static 0.8"
+    more += " --mem-fraction-static 0.8 --attention-backend fa3"
     assert main(["serve", *line.split(), *more.split()]) == 0
     made, engine = started.settings, started.settings.engine
     assert (made.model, made.model_config.max_model_len, made.http.port) == ("m", 2048, 30000)
@@ -90,6 +97,7 @@ REFUSED = {
     "--speculative-algorithm EAGLE": "--speculative-config",
     "--cpu-offload-gb 4": "--host-kv-memory",
     "--scheduling-policy random": "--prefill-order",
+    "--attention-backend quickest": "auto, triton or flashinfer",
     "--root-path /api": "proxy",
     "--max-logprobs 5": "at most 20",
     "--revision main": "hf download",

@@ -4,7 +4,10 @@ and a rank that is lost is named.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -19,12 +22,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 from torch.distributed import HashStore
 
 from serving.batch.ragged import RaggedBatch
+from serving.expert_parallel.all_to_all import AllToAllGroup
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
 from serving.forward.cuda_graphs import GraphSizes
 from serving.model.decoder import Decoder
-from serving.parallel import collective
+from serving.parallel import collective, joining
 from serving.parallel.applying import apply_parallel
 from serving.parallel.collective import Collective
 from serving.parallel.device_groups import StreamWaits
@@ -213,6 +217,58 @@ class Fakes:
     def __call__(self, store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective:
         group = self.nccl.ranks[rank]
         return Collective(group, ranks, StreamWaits(waits), abort=group.abort)
+
+
+@pytest.mark.parametrize("first", ["hangs", "fails"])
+def test_no_group_that_is_not_aborted_hides_a_lost_rank_or_keeps_the_others(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for graphs that were captured with a group, and frees one group while another holds the device."""
+    over, aborted = threading.Event(), list[str]()
+
+    def stuck() -> None:
+        if first == "fails":
+            raise RuntimeError("no such communicator")
+        over.wait()
+
+    monkeypatch.setattr(joining, "ABORT_SECONDS", 0.2)
+    cuda = GraphingCuda()
+    with installed(cuda):
+        nccl = FakeNccl(cuda, 2)
+        rank = FakeRank(nccl, 0, HashStore(), deadline=0.1)
+        waits, group = StreamWaits(rank.joined.waits), nccl.ranks[0]
+        tensor = Collective(group, 2, waits, abort=stuck)
+        pipeline = Collective(group, 2, waits, abort=lambda: aborted.append("pipeline"))
+        never = recorded(cuda)
+        monkeypatch.setattr(type(never), "query", lambda _: False)
+        with pytest.raises(RankLost, match="deadline"):
+            dataclasses.replace(rank.joined, tensor=tensor, pipeline=pipeline).finish(never)
+    assert aborted == ["pipeline"]
+    over.set()
+
+
+def test_a_closed_group_is_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end may take long: it comes in a thread that is let go."""
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 2
+
+        def abort(self) -> None: ...
+
+    held: list[list[object]] = []
+    monkeypatch.setattr(collective, "let_go", held.append)
+    group = Group()
+    one = Collective(cast(AllToAllGroup, group), 2, cast(StreamWaits, None), abort=group.abort)
+    seen = weakref.ref(group)
+    del group
+    one.close()
+    held.clear()
+    gc.collect()
+    assert seen() is None
 
 
 def test_ranks_that_join_have_exchanged_before_any_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from subprocess import CalledProcessError
 from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -38,18 +39,8 @@ CLOSE = 2e-2  # ‖difference‖ / ‖output‖ of two kernels that round to bfl
 ROUNDS = 3  # of each kernel, in turn; the quickest counts
 LONGEST = 16_384  # tokens of context that are measured at most
 EARLIER = 4  # times its new tokens is the context of a chunk that is measured beside a prompt's first
-# What building and calling a library of another version, or on a machine without a compiler, may end with.
-FAILURES = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    AssertionError,
-    CalledProcessError,
-)
+SOURCES = ("prompt_choice.py", "prompt_attention.py", "planes.py", "flashinfer_prompts.py")
+SHORT = 3  # tokens of the sequences that a measured step has beside a long one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +80,10 @@ class NotUsed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PromptSample:
-    """A step of one sequence, over pages of random numbers."""
+    """A step over pages of random numbers in no order: a long sequence between two short ones.
+
+    One of them is the end of as long a context. Rows that decode are the decode kernel's, whoever attends prompts.
+    """
 
     batch: RaggedBatch
     q: Tensor  # [T, Hq, D]
@@ -97,17 +91,21 @@ class PromptSample:
 
     @staticmethod
     def of(shape: PromptShape, tokens: int, context: int, device: torch.device) -> PromptSample:
-        """With so many new tokens, the last ones of the context."""
-        blocks = -(-context // shape.block_size)
+        """The long one has so many new tokens, the last ones of the context."""
+        new, contexts = (SHORT, tokens, SHORT), (context, context, SHORT)
+        needed = [-(-each // shape.block_size) for each in contexts]
+        blocks = sum(needed)
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(blocks)).tolist()
+        ends = list(accumulate(needed))
         batch = RaggedBatch.build(
-            tokens=[[0] * tokens],
-            starts=[context - tokens],
-            block_tables=[range(blocks)],
+            tokens=[[0] * count for count in new],
+            starts=[whole - count for whole, count in zip(contexts, new, strict=True)],
+            block_tables=[order[end - count : end] for end, count in zip(ends, needed, strict=True)],
             block_size=shape.block_size,
             device=device,
         )
         pages = (blocks, shape.block_size, shape.kv_heads, shape.head_dim)
-        rows = (tokens, shape.heads, shape.head_dim)
+        rows = (sum(new), shape.heads, shape.head_dim)
         k, v, q = (torch.randn(size, dtype=shape.dtype, device=device) for size in (pages, pages, rows))
         return PromptSample(batch, q, Paged(k, v, None, None))
 
@@ -172,7 +170,8 @@ def _quicker(work: PromptWork, device: torch.device, clock: Callable[[], float])
     made = _tried(work, device)
     if known is not None:
         return made, "as was measured before"
-    gain = _gain(made, work, device, clock)
+    with Trial():
+        gain = _gain(made, work, device, clock)
     choice.cache[work.key] = FLASHINFER if gain >= WORTH else TRITON
     kept.keep()
     if gain < WORTH:
@@ -182,7 +181,7 @@ def _quicker(work: PromptWork, device: torch.device, clock: Callable[[], float])
 
 def _tried(work: PromptWork, device: torch.device) -> PromptAttention:
     """FlashInfer, whose kernels are built, and give Triton's numbers. Raises NotUsed where they do not."""
-    try:
+    with Trial():
         from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # it may not be installed
 
         made = FlashInferPrompts(work.shape, device)
@@ -193,10 +192,21 @@ def _tried(work: PromptWork, device: torch.device) -> PromptAttention:
                 apart = float((sample.attended(made, [window]).float() - own).norm() / own.norm())
                 if not apart < CLOSE:
                     raise NotUsed(f"FlashInfer's numbers are {apart:.2g} from those of Triton's kernel")
-    except FAILURES as error:
+    return made
+
+
+class Trial:
+    """The library is called: whatever it ends with, it is not used. It compiles when it is first called, may be of
+    another version, and may find a device or a machine that it does not know. Raises NotUsed in the place of that.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not isinstance(error, Exception) or isinstance(error, NotUsed):
+            return
         line = (str(error).splitlines() or [""])[0]
         raise NotUsed(f"FlashInfer does not run here: {type(error).__name__}: {line}") from error
-    return made
 
 
 def _gain(made: PromptAttention, work: PromptWork, device: torch.device, clock: Callable[[], float]) -> float:
@@ -214,8 +224,8 @@ def _gain(made: PromptAttention, work: PromptWork, device: torch.device, clock: 
 
 def _kind(device: torch.device) -> dict[str, str]:
     """What a measurement holds for."""
-    here = Path(__file__)
-    sources = b"".join((here.parent / name).read_bytes() for name in (here.name, "prompt_attention.py", "planes.py"))
+    here = Path(__file__).parent
+    sources = b"".join((here / name).read_bytes() for name in SOURCES)
     libraries = {"torch": str(torch.__version__), "flashinfer": _version(), "source": sha256(sources).hexdigest()}
     return device_kind(device) | libraries
 

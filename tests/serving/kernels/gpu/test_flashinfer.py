@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import TimeoutExpired
 from types import ModuleType
 from typing import Any
 
@@ -187,6 +189,54 @@ def test_what_cannot_be_built_is_left(
 
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
     refused(WORK, caplog, "does not run here: RuntimeError: Could not find nvcc")
+
+
+class OfAnotherVersion(Exception):
+    """A library's own kind of error."""
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [MemoryError("out of it"), SyntaxError("half a file"), OfAnotherVersion("sm_75"), TimeoutExpired("nvcc", 9)],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_whatever_a_library_ends_with_it_is_left(
+    failure: Exception, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def plan(self: Any, **_: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
+    refused(WORK, caplog, f"does not run here: {type(failure).__name__}")
+
+
+def test_a_library_that_fails_while_it_is_measured_is_left(
+    flashinfer: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a worker on a device with little memory did not start."""
+    run, calls = BatchPrefillWithPagedKVCacheWrapper.run, itertools.count()
+
+    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) > 5:
+            raise RuntimeError("CUDA out of memory")
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "run", failing)
+    assert isinstance(choose_prompts("auto", WORK, DEVICE), TritonPrompts)
+    assert next(calls) > 5 and not list(cache.glob("*"))
+
+
+def test_a_library_that_reads_pages_in_another_order_is_left(
+    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = BatchPrefillWithPagedKVCacheWrapper.plan
+
+    def in_order(self: Any, **arguments: Any) -> None:
+        pages = arguments["paged_kv_indices"]
+        plan(self, **{**arguments, "paged_kv_indices": torch.arange(len(pages), dtype=pages.dtype)})
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", in_order)
+    refused(WORK, caplog, "from those of Triton's kernel")
 
 
 def test_another_version_is_left(
