@@ -19,7 +19,7 @@ from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost
 
 NEVER = 0.01  # a chance that is not worth computing with
-LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting by
+LATE_SHARE = 0.5  # of what a late prompt takes that those to come are kept waiting by
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 
@@ -107,37 +107,39 @@ def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
 
 
 def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
-    """Until this prompt is begun: the backlog, but for the share of it that the prompt passes.
+    """Until this prompt is begun: those it does not pass, of all that are to be in time.
 
     A worker computes first what is due first, and last what will be late in any case (prefill.ordering). The router
-    knows that of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts by
-    a part: steps that have begun with it, and steps that have room, go on with it.
+    knows that of the prompts it has sent, each of which counts whole until its first token comes; what others have sent
+    is taken to be spread likewise.
     """
     left = backlog_seconds(worker, cost, now)
-    if not left or not worker.queued:
+    if not worker.queued:
         return left
-    ahead = every = 0.0
+    ahead = in_time = every = 0.0
     for other in worker.queued:
-        every += other.seconds
-        if _before(other, prompt):
-            late = now + other.seconds > other.due
-            ahead += LATE_SHARE * other.seconds if late else other.seconds
-    return left * ahead / every if every > 0.0 else left
+        seconds = other.seconds
+        every += seconds
+        if now + seconds <= other.due:
+            in_time += seconds
+            if _before(other, prompt):
+                ahead += seconds
+    others = left - every
+    return ahead + others * (ahead / in_time if in_time else 1.0) if others > 0.0 else ahead
 
 
 def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
     """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
     if not worker.queued:
         return 0.0
-    behind = [other for other in worker.queued if other.due > now and not _before(other, prompt)]
+    waiting = [other for other in worker.queued if now + other.seconds <= other.due]
+    behind = [other for other in waiting if not _before(other, prompt)]
     if not behind:
         return 0.0
-    every = sum(other.seconds for other in worker.queued)
-    scale = drift.factor * min(1.0, backlog_seconds(worker, cost, now) / max(1e-9, every))
-    ends = scale * sum(other.seconds for other in worker.queued if other.due > now and _before(other, prompt))
+    ends = drift.factor * sum(other.seconds for other in waiting if _before(other, prompt))
     lost, added = 0.0, drift.factor * prompt.seconds
     for other in sorted(behind, key=lambda each: (each.priority, each.due)):
-        ends += scale * other.seconds
+        ends += drift.factor * other.seconds
         lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
     return max(0.0, lost)
 

@@ -53,6 +53,7 @@ class RegisteredWorker:
     busy_until: float = 0.0
     decoding: Share = field(default_factory=Share)  # of its leases, those that decode
     in_time: ArrivalRates = field(default_factory=ArrivalRates)  # prompts whose first tokens came in time from here
+    _changed: float = 0.0  # when something was sent or heard last
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
@@ -60,10 +61,12 @@ class RegisteredWorker:
 
     def __post_init__(self) -> None:
         self.busy_until = self.made_at + self.status.waiting_seconds
+        self._changed = self.seen
 
     def sent(self, work: Dispatched, now: float) -> None:
         """The router has sent this work, or knows that it is over where `work` is negative."""
         self.leases += work.leases
+        self._changed = now
         self._sent.append((now, work))
         self.newer += work
         self._candidate = None
@@ -93,6 +96,7 @@ class RegisteredWorker:
         """A heartbeat: what was sent before its status was made is part of it."""
         self.decoding.look(status.running, status.leases, made_at)
         self.status, self.seen, self.made_at, self.suspect = status, now, made_at, False
+        self._changed = now
         while self._sent and self._sent[0][0] < made_at - FLIGHT_SECONDS:
             self.newer += -self._sent.popleft()[1]
         if not self._sent:
@@ -111,6 +115,16 @@ class RegisteredWorker:
     def mark_slow(self, slow: bool) -> None:
         self.slow, self._candidate = slow, None
 
+    def _in_time_until(self) -> float:
+        """When the prompts are computed that can still be in time: the worker computes the others last."""
+        now, every, late = self._changed, 0.0, 0.0
+        for prompt in self._queued.values():
+            every += prompt.seconds
+            if now + prompt.seconds > prompt.due:
+                late += prompt.seconds
+        left = self.busy_until - now
+        return now + left * (1.0 - late / every) if late and left > 0.0 else self.busy_until
+
     @property
     def candidate(self) -> Candidate:
         """The worker as policies see it, made anew when something has changed."""
@@ -120,7 +134,7 @@ class RegisteredWorker:
                 self.newer,
                 self.leases,
                 self.made_at,
-                self.busy_until,
+                self._in_time_until(),
                 self.slow,
                 tuple(self._queued.values()),
                 self.decoding.share,

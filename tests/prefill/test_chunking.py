@@ -16,6 +16,7 @@ from prefill.chunking import (
     FLOOR,
     LEAN_STEPS,
     MOST_KEPT,
+    RISE,
     YIELD_SHARE,
     SlackChunks,
 )
@@ -123,11 +124,38 @@ def test_what_a_sequence_is_early_by_may_be_used_up_to_a_bound() -> None:
         assert seconds - 0.0015 < predicted(decoding, prompts) <= seconds
 
 
-def test_the_models_error_is_left_as_room() -> None:
-    for error, known in ((0.2, 0.2), (9.0, MOST_ERROR)):
-        step = Step(row(100.0), cost=replace(COST, error=error))
-        step.prefill.add(row(tokens=2000))
-        assert predicted(*step.plan(0.0)) == pytest.approx(0.1 * exp(-SPARED * known), abs=0.0015)
+@pytest.mark.parametrize(("error", "known"), [(0.2, 0.2), (9.0, MOST_ERROR)])
+@pytest.mark.parametrize("further", [0, 5, 400])
+def test_the_models_error_is_left_as_room(error: float, known: float, further: int) -> None:
+    """By a text that has gone on for a while: one that has only begun can make up for it later."""
+    seq = row(100.0)
+    step = Step(seq, cost=replace(COST, error=error))
+    seq.tokens += [0] * further
+    seq.computed += further
+    step.prefill.add(row(tokens=2000))
+    kept = min(1.0 - exp(-SPARED * known), RISE * (1 + further))
+    assert predicted(*step.plan(0.1 * further)) == pytest.approx(0.1 * (1.0 - kept), abs=0.0015)
+
+
+@settings(max_examples=40, deadline=None)
+@given(error=st.floats(0.0, MOST_ERROR), off=st.floats(-SPARED, 0.9 * SPARED))
+def test_a_text_is_in_time_though_all_steps_take_longer_than_predicted(error: float, off: float) -> None:
+    """By less than what is kept for; and beside prompts without end nearly all of its TPOT is used."""
+    seq, cost, now = row(100.0), replace(COST, error=error), 0.0
+    step = Step(seq, cost=cost)
+    for tokens in range(1, 61):
+        if not step.prefill.queue:
+            step.prefill.add(row(tokens=2000))
+        decoding, (prompt,) = step.plan(now)
+        now += predicted(decoding, [prompt]) * exp(off * error)
+        seq.tokens.append(0)
+        seq.computed += 1
+        prompt.seq.computed += prompt.count
+        if not prompt.seq.uncomputed:
+            step.prefill.remove(prompt.seq)
+            step.kv.release(prompt.seq)
+        assert now <= 0.1 * tokens or tokens * RISE < 1.0 - exp(-SPARED * error)
+    assert off < 0.0 or now > 0.95 * 0.1 * 60
 
 
 @given(

@@ -163,7 +163,9 @@ class PlainChoice:
         usual_token = min(held, mean / each)
         token = min(held, after_backlog(usual_token, pause, left - begun, tokens)) + transfer / tokens
         tpot = token * factor_of(drift)
-        if self.tpot is not None:
+        if self.tpot is not None and decode.prefills:  # prompts are held back for it: by steps without them
+            chance *= within(self.tpot, step / each + transfer / tokens, cost.error)
+        elif self.tpot is not None:
             chance *= within(self.tpot, tpot, sqrt(drift.variance))
         raw = queue, compute, transfer, step, token, ttft, tpot, error, sqrt(drift.variance), self.urgency, self.due_in
         lost = others_missed(decode, cost, self.step(decode) / usual, step / usual)

@@ -21,6 +21,7 @@ from router.predict import (
     others_lost,
     prompt_seconds,
     queue_seconds,
+    queued_lost,
 )
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
@@ -126,14 +127,37 @@ def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows
     assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
 
 
-def test_what_will_be_late_in_any_case_is_mostly_passed() -> None:
+def test_what_will_be_late_in_any_case_is_passed() -> None:
     """Workers compute it last (prefill.ordering), be it due already or not."""
     for due in (-1.0, 0.5):
         late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, due, 1.0)])
         for other in (0.6, 5.0):
-            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == pytest.approx(LATE_SHARE)
+            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == 0.0
     hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.5, 1.0)])
     assert queue_seconds(hopeful, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("now", [0.0, 0.5, 0.9, 5.0])
+def test_a_queue_is_no_shorter_the_older_the_heartbeat(now: float) -> None:
+    """What was reported to wait counts down, as if nothing slowed it down; who has no first token waits."""
+    there = worker("w", waiting_seconds=1.0, queued=[QueuedPrompt(0, 9.0, 0.4), QueuedPrompt(0, 20.0, 0.6)])
+    assert queue_seconds(there, COST, QueuedPrompt(0, 10.0, 0.1), now) == pytest.approx(0.4)
+    assert queue_seconds(there, COST, QueuedPrompt(0, 30.0, 0.1), now) == pytest.approx(1.0)
+
+
+def test_what_other_routers_have_sent_is_spread_as_our_own() -> None:
+    there = worker("w", waiting_seconds=3.0, queued=[QueuedPrompt(0, 9.0, 0.5), QueuedPrompt(0, 30.0, 1.5)])
+    assert queue_seconds(there, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(0.5 + 1.0 / 4)
+    late = worker("l", waiting_seconds=3.0, queued=[QueuedPrompt(0, 0.1, 1.0)])
+    assert queue_seconds(late, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(2.0)
+
+
+def test_those_that_are_late_anyhow_are_not_lost_to_a_prompt_that_passes_them() -> None:
+    drift, prompt = Drift(), QueuedPrompt(0, 1.0, 0.9)
+    late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.1, 1.5)])
+    hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.6, 1.5)])
+    assert queued_lost(late, COST, prompt, drift, 0.0) == 0.0
+    assert queued_lost(hopeful, COST, prompt, drift, 0.0) > 0.3
 
 
 ARRIVALS = st.builds(

@@ -157,6 +157,24 @@ def test_what_one_prompt_was_late_by_counts_once() -> None:
     assert worker.busy_until == 105.0
 
 
+def test_a_worker_is_free_for_others_when_those_are_computed_that_can_be_in_time() -> None:
+    """It computes the others last: they keep nobody waiting that comes."""
+    registry, now = Registry(5.0), [100.0]
+    registry.heartbeat(make_status("a"), now[0])
+    worker = registry.get("a-life")
+    for due in (101.5, 120.0):
+        Reservation(worker, Dispatched(prompt_seconds=1.0), lambda: now[0], (0, due))
+    assert worker is not None and worker.candidate.prompts_left_at == pytest.approx(102.0)
+    now[0] = 101.0
+    registry.heartbeat(make_status("a", waiting_seconds=2.0), now[0])
+    assert worker.candidate.prompts_left_at == pytest.approx(102.0), "half of what waits is late"
+    Reservation(worker, Dispatched(prompt_seconds=1.0), lambda: now[0], (0, 101.5))
+    assert worker.candidate.prompts_left_at == pytest.approx(102.0), "and so is this one"
+    now[0] = 119.5
+    registry.heartbeat(make_status("a", waiting_seconds=3.0), now[0])
+    assert worker.candidate.prompts_left_at == pytest.approx(119.5), "all of it is"
+
+
 def test_a_time_that_cannot_be_right_counts_as_now() -> None:
     for made_at in (-1e9, 1e9, float("nan")):
         registry = Registry(5.0)

@@ -60,16 +60,16 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
     "two routers": lambda: outcomes((MIXED,) * 4, rate=30.0, routers=2),
 }
 GOLDEN = {
-    "mixed": "c7997d36d11be85c",
+    "mixed": "cea7f3b4df55ce18",
     "split": "081ed3ef769ecd0f",
-    "auto": "b064f0b0f0c97098",
-    "prefixes": "84c2fcbd4696dbd8",
-    "preempted": "fa50f450bf1805e0",
+    "auto": "b7d84ef5706708e0",
+    "prefixes": "b038904ae413aba8",
+    "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
-    "drafts": "2c235608b100efbf",
-    "a lost worker": "ab47ff08991acbd5",
-    "workers that leave and join": "b9cf713b8d4fd9d9",
-    "two routers": "1a478af7ce4b2141",
+    "drafts": "d55a9e94259a11d3",
+    "a lost worker": "d0ae13e46ba0dd2d",
+    "workers that leave and join": "6a550c8b191dd09c",
+    "two routers": "b02104c7a93b59c5",
 }
 
 
