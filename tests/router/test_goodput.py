@@ -23,7 +23,7 @@ from router.predict import (
     queued_lost,
 )
 from serving.messages import TPOT_BINS_MS, Role, Slo
-from serving.step_cost import StepCost
+from serving.step_cost import StepCost, StepLoad
 from tests.router.conftest import World, expected, wanted
 from tests.router.costed import COST, choose, wanting, worker
 from tests.router.scripted import lease_view
@@ -227,6 +227,18 @@ def test_it_does_not_pass_those_that_would_then_be_late() -> None:
     behind = worker("b", waiting_seconds=0.8, queued=[QueuedPrompt(0, 1.1, 0.8)])
     spare = worker("s", waiting_seconds=0.3, queued=[QueuedPrompt(0, 0.4, 0.3)])
     assert choose(wanting(tokens=1000, ttft=1.05), behind, spare).prefill is spare
+
+
+def test_prompts_that_are_held_back_for_a_tpot_are_no_risk_to_it() -> None:
+    """A mixed worker that computes prompts all the time keeps its TPOTs; steps that are too long by themselves do not."""
+    calm, busy = (worker("w", rows=10, prompt_share=share) for share in (0.0, 0.9))
+    crowded = worker("w", rows=60, prompt_share=0.9)
+    tight = 3e3 * COST.seconds(StepLoad(11, 3300, 11, 3300))
+    calm_score, busy_score, crowded_score = (
+        choose(wanting(ttft=60.0, tpot_ms=tight), each).considered[0].score for each in (calm, busy, crowded)
+    )
+    assert busy_score == pytest.approx(calm_score, abs=0.01)
+    assert crowded_score < busy_score - 0.3
 
 
 @given(st.lists(QUEUED, max_size=12), QUEUED, st.floats(0.0, 30.0))
