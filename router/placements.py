@@ -37,7 +37,8 @@ from router.predict import (
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost
 
-SHORTLIST = 4  # workers of each kind whose placements are predicted
+SHORTLIST = 4  # workers of each kind whose placements are predicted,
+MIXED = 8  # and of mixed ones: how long their queues are is known only then
 
 # A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
 
@@ -162,10 +163,10 @@ class PlacementSearch:
         demand, workers, costs, now = self.demand, self.view.decode, self.costs, self.now
         columns = self._columns.of(workers)
         if columns.known and columns.roomy(demand):
-            return columns.steps(SHORTLIST), columns.texts(demand, now, SHORTLIST)
+            return columns.steps(SHORTLIST), columns.texts(demand, now, MIXED)
         able = roomy(demand, workers)
         split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
-        return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
+        return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, MIXED)
 
     def _quickest(self) -> list[Candidate]:
         demand, columns, now = self.demand, self._prefills, self.now

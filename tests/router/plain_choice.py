@@ -13,7 +13,7 @@ from router.candidate import Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
-from router.placements import SHORTLIST
+from router.placements import MIXED, SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     LATE_SHARE,
@@ -119,7 +119,7 @@ class PlainChoice:
             return self.first_roughly(worker) + demand.output * self.step(worker)
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
-        mixed = sorted((worker for worker in able if worker.prefills), key=text)[:SHORTLIST]
+        mixed = sorted((worker for worker in able if worker.prefills), key=text)[:MIXED]
         self.choice = bool(split) or any(not worker.decodes for worker in view.prefill)
         return [self.pair(prefill, decode) for decode in (*split, *mixed) for prefill in self.feeds(decode, quickest)]
 

@@ -230,7 +230,7 @@ def test_it_does_not_pass_those_that_would_then_be_late() -> None:
 
 
 def test_prompts_that_are_held_back_for_a_tpot_are_no_risk_to_it() -> None:
-    """A mixed worker that computes prompts all the time keeps its TPOTs; steps that are too long by themselves do not."""
+    """A mixed worker that computes prompts all the time keeps its TPOTs; not where steps without them are too long."""
     calm, busy = (worker("w", rows=10, prompt_share=share) for share in (0.0, 0.9))
     crowded = worker("w", rows=60, prompt_share=0.9)
     tight = 3e3 * COST.seconds(StepLoad(11, 3300, 11, 3300))
