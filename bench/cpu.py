@@ -74,7 +74,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("the CPU kernels cannot be built here: install g++ or clang++")
     torch.set_num_threads(kernels.threads)
     _say("reading memory")
-    bandwidth = cpu_kernels.read_bandwidth(args.seconds)
+    bandwidth = cpu_kernels.read_bandwidth(kernels, args.seconds)
     torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
     told = f"{kernels.threads} threads, reads {bandwidth / 1e9:.0f} GB/s; kernels of form {kernels.form}"
     print(f"{cpu_name()}: {told}\n", flush=True)

@@ -30,6 +30,7 @@ from serving.sampling.sampler import Sampler, SampleRow
 
 BLOCK = 16  # tokens a KV block
 VOCAB = SHAPES["smollm2"]["vocab_size"]
+READ = 256 << 20  # bytes read to know how fast memory is: more than caches hold
 
 
 def random_kv(spec: ModelSpec, dtype: str, blocks: int) -> DeviceKV:
@@ -66,10 +67,17 @@ def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
     return min(times), statistics.median(times)
 
 
-def read_bandwidth(seconds: float) -> float:
-    """Bytes a second this process reads from memory with all its threads."""
-    data = torch.ones(64 << 20, dtype=torch.int64)
-    return data.numel() * 8 / timed(lambda: data.sum(), seconds)[0]
+def read_bandwidth(kernels: cpu.Kernels, seconds: float) -> float:
+    """Bytes a second this process reads from memory with all its threads.
+
+    The best of what torch reads for a sum and the kernels for one row: neither comes near the other on every machine.
+    """
+    data = torch.ones(READ // 4, dtype=torch.float32)
+    summed = timed(data.sum, seconds / 2)[0]
+    inputs = 1024
+    w = kernels.pack(data.view(torch.bfloat16).view(-1, inputs))
+    x, out = torch.ones(1, inputs), torch.empty(1, w.outputs)
+    return READ / min(summed, timed(lambda: kernels.linear(x, w, out=out), seconds / 2)[0])
 
 
 def multiply_rate(kernels: cpu.Kernels, kind: cpu.Kind, seconds: float) -> float:

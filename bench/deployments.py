@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,14 +61,22 @@ class ServedWorkers:
         return ("--placement", str(folder / f"{self.name}.toml"))
 
 
-# Of four cores, one is left to the API, the router and who measures.
-DEPLOYMENTS: Mapping[str, ServedWorkers] = {
-    made.name: made
-    for made in (
-        ServedWorkers(name="embedded", threads={"mixed": 3}),
-        ServedWorkers(name="split", threads={"prefill": 2, "decode": 1}),
-    )
-}
+def deployments(cores: int) -> Mapping[str, ServedWorkers]:
+    """What so many cores can serve by name, one of them left to the API, the router and who measures.
+
+    Of two cores nothing is left beside a prefill and a decode worker, which seldom compute at the same time.
+    """
+    left = max(1, cores - 1)
+    return {
+        made.name: made
+        for made in (
+            ServedWorkers(name="embedded", threads={"mixed": left}),
+            ServedWorkers(name="split", threads={"prefill": max(1, left - 1), "decode": 1}),
+        )
+    }
+
+
+DEPLOYMENTS = deployments(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

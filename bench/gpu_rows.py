@@ -63,7 +63,8 @@ def kernel_rows(figures: Figures) -> list[GpuRow]:
         told, verdict = judged(row["name"], row["share"])
         if row["name"].startswith("top-p"):
             told, verdict = "4–8 ms at 256", WITHIN if row["seconds"] <= 8e-3 else BELOW
-        measured = f"{1e6 * row['seconds']:,.0f} µs, {row['rate']:,.0f} {row['unit']}"
+        beside = f", {row['note']}" if row["note"] else ""  # of a library that computes the same
+        measured = f"{1e6 * row['seconds']:,.0f} µs, {row['rate']:,.0f} {row['unit']}{beside}"
         ceiling = f"{row['ceiling']:,.0f} {row['unit']}"
         rows.append(
             GpuRow(

@@ -26,6 +26,8 @@ from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
+    from serving.kernels.gpu.prompt_choice import FAILURES
+    from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
 
 BLOCK = 16  # tokens a KV block
@@ -102,7 +104,28 @@ def bench_prompts(bench: KernelBench) -> None:
             spent = bench.seconds_of(partial(gpu.paged_attention, q, k, v, batch, scale, None, *scales))
             rate = sequences * 2 * sizes.heads * sizes.head_dim * count * (count + 1) / spent
             name = f"prompt attention {sequences} x {count}, {str(dtype).removeprefix('torch.')}"
-            bench.line(name, spent, rate=rate, ceiling=bench.ceilings.bf16, unit="TFLOP/s")
+            note = "" if scales else beside_flashinfer(bench, spent, q, (k, v), batch)
+            bench.line(name, spent, rate=rate, ceiling=bench.ceilings.bf16, unit="TFLOP/s", note=note)
+
+
+def beside_flashinfer(
+    bench: KernelBench, spent: float, q: Tensor, planes: tuple[Tensor, Tensor], batch: RaggedBatch
+) -> str:
+    """How many times as quick as FlashInfer, its plan left out, `spent` seconds are; empty where it is absent."""
+    if find_spec("flashinfer") is None:
+        return ""
+    sizes = bench.sizes
+    shape = PromptShape(
+        heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, block_size=BLOCK, dtype=q.dtype
+    )
+    try:
+        from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # the extra `flashinfer`
+
+        prompts = FlashInferPrompts(shape, bench.device).step(batch)
+        attend = partial(gpu.paged_attention, q, *planes, batch, sizes.head_dim**-0.5, None, prompts=prompts)
+        return f"{bench.seconds_of(attend) / spent:.2f}x FlashInfer's"
+    except FAILURES as error:
+        return f"FlashInfer does not run: {type(error).__name__}"
 
 
 def bench_rows(bench: KernelBench) -> None:

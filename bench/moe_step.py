@@ -210,7 +210,7 @@ def main() -> None:
     if kernels is None:
         raise SystemExit("the CPU kernels cannot be built here")
     torch.set_num_threads(options.threads)
-    bandwidth = read_bandwidth(options.seconds)
+    bandwidth = read_bandwidth(kernels, options.seconds)
     torch.set_num_threads(1)  # torch's waiting threads would take the cores from the kernels
     print(f"form {kernels.form}, {kernels.threads} threads, read bandwidth {bandwidth / 1e9:.0f} GB/s")
     if options.model is not None:

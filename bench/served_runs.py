@@ -66,12 +66,16 @@ class ServedDeployment:
         return await self.profiles()
 
     async def lone(self, mixture: Mixture, seed: int) -> list[dict[str, Any]]:
-        """One request after the other, on an idle server, as rows of a trace ten seconds apart."""
+        """One request after the other, on an idle server, as rows of a trace ten seconds apart, each with its `span`.
+
+        That is of the clock of its workers: CLOCK_MONOTONIC, of one host.
+        """
         timed = mixture.timed(1.0, LONE_REQUESTS, seed=seed, fresh=(time.time_ns(),))
         rows = []
         for number, asked in enumerate(timed):
             outcomes = await self._sent([asked], Pace(concurrency=1))
-            rows.append(row_of(replace(asked, at=10.0 * number), outcomes[0]))
+            span = (outcomes[0].sent, outcomes[0].last)
+            rows.append({**row_of(replace(asked, at=10.0 * number), outcomes[0]), "span": span})
             await asyncio.sleep(LONE_PAUSE)
         if any(row["tpot_ms"] is None for row in rows):
             raise ServerError("single requests were not answered: see the server's log")

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.agreement import Agreement, ServedFigures, agreement_table, simulated_figures, summary_line
+from bench.around_steps import beside_steps
 from bench.contenders import Contender
 from bench.deployments import (
     DEPLOYMENTS,
@@ -57,7 +58,8 @@ from bench.own_simulator import model_sizes, simulate, simulator_flags, worker_f
 from bench.premises import STEADY, Premises, premises
 from bench.served_runs import SHORT, USUAL, ServedDeployment
 from bench.sitting import BASE_FLAGS, open_server, warm_up
-from bench.step_traces import cut_steps, logs_of, steps_of, trace_flags
+from bench.step_traces import cut_steps, logs_of, steps_of, trace_flags, traced_steps
+from serving.step_cost import StepCost
 
 DONE, UNUSABLE, INTERRUPTED = 0, 2, 130  # exit statuses
 SEEDS = 3  # simulations of a run: its steps vary
@@ -110,6 +112,8 @@ class MeasuredTwice:
         try:
             if todo and not self._over:
                 await self._measure_all(todo)
+            for deployment in {case.deployment.name: case.deployment for case in self.options.cases}.values():
+                await self._learn_around(deployment)  # no server is up: all of its steps are in its trace
             for case in self.options.cases:
                 if self.options.again or f"simulated {case.key}" not in self.ledger.notes:
                     await self._simulate(case)
@@ -159,11 +163,12 @@ class MeasuredTwice:
         return self.interrupted.is_set() or time.monotonic() >= self.options.until
 
     def _learned(self, deployment: ServedWorkers) -> Mapping[str, Any] | None:
+        """What was learned of it, once that is all."""
         found: Mapping[str, Any] | None = self.ledger.notes.get(f"learned {deployment.name}")
-        return found
+        return found if found is not None and "front_ms" in found else None
 
     async def _learn(self, one: ServedDeployment) -> None:
-        """Capacity by workload, the workers' profiles, and what single requests take beside their steps.
+        """Capacity by workload, the workers' profiles, and single requests (`_learn_around`).
 
         Where an earlier run of the command has learned that, the workers alone learn again.
         """
@@ -183,26 +188,37 @@ class MeasuredTwice:
             if not deployment.embedded:
                 usual = usual or await one.lone(USUAL, seed)
         profiles = {role: mean_profile([each[role] for each in found]) for role in deployment.roles}
-        learned: dict[str, Any] = {"capacity": capacity, "profiles": profiles, "front_ms": 0.0, "commit_ms": 0.0}
-        learned["front_ms"] = await self._beside(short, "ttft", deployment, learned)
-        if usual:
-            learned["commit_ms"] = await self._beside(usual, "tpot", deployment, learned)
-        self.ledger.note(f"learned {deployment.name}", {**learned, "lone": short + usual})
-        say(f"{deployment.name}: {told_of(learned)}")
+        learned = {"capacity": capacity, "profiles": profiles, "short": short, "usual": usual}
+        self.ledger.note(f"learned {deployment.name}", learned)
+
+    async def _learn_around(self, deployment: ServedWorkers) -> None:
+        """What its single requests took beside their steps: a slow step is not the front's doing."""
+        learned: Mapping[str, Any] | None = self.ledger.notes.get(f"learned {deployment.name}")
+        if learned is None or "front_ms" in learned:
+            return
+        found: dict[str, Any] = {**learned, "front_ms": 0.0, "commit_ms": 0.0}
+        found["front_ms"] = await self._beside(found["short"], "ttft", deployment, found)
+        if found["usual"]:
+            found["commit_ms"] = await self._beside(found["usual"], "tpot", deployment, found)
+        self.ledger.note(f"learned {deployment.name}", found)
+        say(f"{deployment.name}: {told_of(found)}")
 
     async def _beside(
         self, lone: Sequence[Mapping[str, Any]], latency: str, deployment: ServedWorkers, learned: Mapping[str, Any]
     ) -> float:
-        """Milliseconds that single requests take beyond what is simulated of them, in the median."""
+        """Milliseconds that single requests take beyond what is simulated of them, in the median, their steps aside."""
         flags = worker_flags(deployment, learned["profiles"], learned, self.options.out)
-        alone = simulated_figures(await simulate(lone, [*flags, "--noise", "0"]))
-        measured: float = statistics.median(row[f"{latency}_ms"] for row in lone)
-        return max(0.0, measured - (alone.latencies[f"{latency}_p50"] or 0.0))
+        alone = simulated_figures(await simulate(lone, [*flags, "--noise", "0"])).latencies[f"{latency}_p50"] or 0.0
+        costs = {role: StepCost(**profile["cost"]) for role, profile in learned["profiles"].items()}
+        workers = traced_steps(logs_of(self.options.out), deployment, costs)
+        found, traced = beside_steps(lone, latency, workers, alone)
+        if not traced:
+            say(f"{deployment.name}: no step of single requests is in the trace, so slow ones count as around them")
+        return found
 
     async def _measure(self, one: ServedDeployment, case: ServedRun) -> None:
         """One run, at its share of what the machine's present speed allows; kept unless it was interrupted."""
-        learned = self._learned(case.deployment)
-        assert learned is not None
+        learned = self.ledger.notes[f"learned {case.deployment.name}"]
         capacity = learned["capacity"][case.mixture.name]
         rate = case.share * capacity / slower(await one.latest(), learned["profiles"])
         say(f"{case.key}: {rate:.2f} requests a second")
@@ -260,7 +276,8 @@ class MeasuredTwice:
         out.with_suffix(".md").write_text("\n\n".join(lines) + "\n")
         told = [{**asdict(each), "too_far": each.too_far} for each in found]
         for kept in learned.values():
-            kept.pop("lone", None)  # they are in the ledger
+            for name in ("short", "usual"):
+                kept.pop(name, None)  # they are in the ledger
         text = json.dumps({"about": self._about(), "learned": learned, "cases": told}, indent=1)
         out.with_suffix(".json").write_text(text)
 

@@ -151,7 +151,7 @@ FLAGS: tuple[ForeignFlag, ...] = (
     kept("--max-seq-len-to-capture", "--cuda-graph-max-bs", told="graphs are captured for the sizes that occur"),
     kept("--compilation-config", told="steps are compiled kernels and CUDA graphs: --kernels, --cuda-graphs"),
     switch("--async-scheduling", "--enable-overlap", told="the next step begins while one runs, where that hides time"),
-    kept("--attention-backend", "--sampling-backend", told="there is one for each device: --kernels"),
+    kept("--sampling-backend", told="there is one for each device: --kernels"),
     switch("--enable-deterministic-inference", to="--deterministic"),
     ForeignFlag(DRAFT_MODEL, to="--speculative-config", values={"[ngram]": '{"method": "ngram"}'}),
     refused("--speculative-algorithm", instead='--speculative-config {"method": …}: ngram, draft_model or mtp'),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import compress, count
-from operator import is_not
+from itertools import compress
 
 from router.candidate import Candidate
+from router.kept import Kept, changed_places
 from router.policy import Demand
 
-MOST_KEPT = 4  # lists of workers: of those that decode, of those that prefill, the same of another generation
 SAMPLED = 4  # one number in so many is looked at first
 
 
@@ -49,7 +48,7 @@ class WorkerColumns:
         known = self.workers
         if len(workers) != len(known):
             return False
-        for place in list(compress(count(), map(is_not, workers, known))):
+        for place in changed_places(workers, known):
             worker, slot = workers[place], self._slots[place]
             if not _alike(worker, known[place]):
                 return False
@@ -133,20 +132,8 @@ def least(numbers: Sequence[float], most: int, wanted: bytearray | None = None) 
     return sorted(places, key=numbers.__getitem__)[:most]
 
 
-class KeptColumns:
+class KeptColumns(Kept[WorkerColumns]):
     """The columns of the lists of workers that were asked for last."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str, int], WorkerColumns] = {}  # the ones used last at the end
-
-    def of(self, workers: Sequence[Candidate]) -> WorkerColumns:
-        if not workers:
-            return WorkerColumns(workers)
-        key = workers[0].instance, workers[-1].instance, len(workers)
-        found = self._kept.pop(key, None)
-        if found is None or not found.follow(workers):
-            found = WorkerColumns(workers)
-        self._kept[key] = found
-        if len(self._kept) > MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return found
+        super().__init__(WorkerColumns)

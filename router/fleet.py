@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from router.breaker import BreakerConfig
 from router.candidate import Candidate, Dispatched
 from router.changes import Changes
+from router.generations import pairs_of
 from router.leases import DECODE_LOST, OUT_OF_REACH, PrefillOnlyLease, RouterLease, Sessions, WorkerLease
 from router.link_costs import LinkCosts
 from router.policies import POLICIES
-from router.policy import pairs_of
 from router.pool_nodes import PoolNodes
 from router.prefill_call import BROKEN_CALL, PrefillCall
 from router.prefix_index import PrefixIndex
@@ -195,8 +195,8 @@ class Fleet:
             self.pool_nodes.excuse(now)
         return now
 
-    def candidates(self) -> list[Candidate]:
-        """Workers that may be given work: heard of, reached, and not stuck."""
+    def candidates(self) -> Sequence[Candidate]:
+        """Workers that may be given work: heard of, reached, and not stuck. Not to be changed."""
         stuck, found = self.trust.stalls.all_stuck(), self.registry.candidates()
         return [each for each in found if each.status.instance not in stuck] if stuck else found
 
@@ -347,7 +347,7 @@ class Fleet:
         instance = worker.status.instance
         running = self._prefills.setdefault(instance, set())
 
-        def ended() -> None:
+        def ended(call: PrefillCall) -> None:
             running.discard(call)
             reserved.release(computed=call.computed)
 

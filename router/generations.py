@@ -6,7 +6,7 @@ Pure. It says which of them may be given new requests, and in what share; which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import log
@@ -153,3 +153,16 @@ def ready_workers(workers: Collection[Candidate], reach: Reach, now: float) -> d
     staying = [worker for worker in workers if not worker.status.draining]
     decodes = reach.decoders([worker for worker in staying if worker.decodes], staying, now)
     return generations_of(decodes, reach.prefillers([worker for worker in staying if worker.prefills], now))
+
+
+def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
+    """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
+    staying = [worker for worker in workers if not worker.status.draining]
+    prefills: dict[str, list[Candidate]] = {}
+    for worker in staying:
+        if worker.prefills:
+            prefills.setdefault(worker.generation, []).append(worker)
+    for decode in staying:
+        if decode.decodes:
+            for prefill in [decode] if decode.prefills else prefills.get(decode.generation, ()):
+                yield prefill, decode

@@ -17,7 +17,8 @@ from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
 from router.fleet import Fleet
-from router.generations import offer, offer_prefills
+from router.generations import offer_prefills
+from router.kept import Kept
 from router.learner import Learner
 from router.lease_room import MOST_ASKED, LeaseRoom, RoomLook, RoomSearch, tpot_bin
 from router.leases import OUT_OF_REACH, RouterLease
@@ -35,14 +36,9 @@ from router.policy import (
 )
 from router.prefill_call import BROKEN_CALL, Placed, PrefillCall
 from router.quarantine import Quarantine
-from router.refusals import (
-    NO_DECODE,
-    NO_PREFILL,
-    deadline_passed,
-    no_room,
-    nobody_ready,
-)
+from router.refusals import NO_DECODE, NO_PREFILL, deadline_passed, no_room, nobody_ready
 from router.request_state import Attempt, RequestState
+from router.roster import Roster
 from router.text_kinds import text_kinds
 from router.worth import judged, welcome, worth
 from serving.errors import NEVER_SENT, Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
@@ -63,6 +59,7 @@ class Placer:
         self.admission = AdmissionQueue(fleet.config.max_waiting, fleet.changes)
         self.prefill_queue = AdmissionQueue(sys.maxsize, fleet.changes)  # leases that no worker prefills for just now
         self.room = LeaseRoom()
+        self.rosters = Kept(Roster)
         self.outputs = OutputLengths()
         self.learner = Learner(fleet, self.outputs, self.service_class)
         self.quarantine = Quarantine(fleet.registry)
@@ -205,8 +202,7 @@ class Placer:
         """What the request asks for, and whom it may ask now; it is `overtaken` as its ticket says."""
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
-        able, prefills = able_to_decode(demand, workers), able_to_prefill(demand, workers)
-        offered = offer(demand, able, prefills, workers, self.fleet.trust, now, state.failed_generation)
+        offered = self.rosters.of(workers).offer(demand, self.fleet.trust, now, state.failed_generation)
         open_ = self.room.to_ask(state, offered.decodes, overtaken)
         view = self._allowed(FleetView(open_ or offered.decodes, offered.prefills, self.fleet.ways))
         own = view if offered.home is None else view.of_generation(offered.home)

@@ -5,17 +5,19 @@ Pure: what is known of the workers comes in, a decision goes out. No torch, no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, repeat
+from operator import is_
 from typing import ClassVar, Protocol
 from zlib import crc32
 
 from router.candidate import Candidate
+from router.kept import Kept
+from router.loads import SLOW_LOAD, WorkerLoads
 from router.predict import Prediction
 from serving.messages import Build, Slo
 
-SLOW_LOAD = 0.25  # of its room, that a slow worker is ranked by as if it were taken
 SLOW_FACTOR = 2.0  # that work weighs at a slow worker
 UNHURRIED = 10.0  # seconds after which a prompt without a TTFT objective is taken to be due (prefill.ordering)
 IN_USE_WEIGHT = 1 / 8  # of a token of KV in use, which every decode step reads, against a prompt token to compute
@@ -178,6 +180,8 @@ class RankingPolicy:
         if (best := self.best_decode(demand, view.decode)) is None:
             prefills = self.prefill_order(demand, view.prefill)
             return self._decision(None, prefills) if prefills and not view.decode else None
+        if best.prefills and any(map(is_, view.prefill, repeat(best))):
+            return self._decision(best, [best])
         able = view.prefills_for(best, now)
         own = [worker for worker in able if worker.instance == best.instance]
         return self._decision(best, own or self.prefill_order(demand, able))
@@ -201,6 +205,9 @@ class LeastLoaded(RankingPolicy):
 
     reason = "least_loaded"
 
+    def __init__(self) -> None:
+        self._loads = Kept(WorkerLoads)
+
     def decode_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
         def cost(worker: Candidate) -> tuple[bool, float, int]:
             return demand.streams(worker), worker.load + SLOW_LOAD * worker.slow, spread(demand, worker)
@@ -208,11 +215,8 @@ class LeastLoaded(RankingPolicy):
         return sorted(workers, key=cost)
 
     def best_decode(self, demand: Demand, workers: Sequence[Candidate]) -> Candidate | None:
-        """In two passes: only those that are loaded alike are told apart by the request, and there may be hundreds."""
-        holding = [worker for worker in workers if demand.tokens < worker.device_tokens] or workers
-        loads = [worker.load + SLOW_LOAD if worker.slow else worker.load for worker in holding]
-        least = min(loads, default=None)
-        tied = [worker for worker, load in zip(holding, loads, strict=True) if load == least]
+        """Only those that are loaded alike are told apart by the request, and there may be hundreds."""
+        tied = self._loads.of(workers).least(demand.tokens)
         return min(tied, key=lambda worker: spread(demand, worker), default=None)
 
     def prefill_order(self, demand: Demand, workers: Sequence[Candidate]) -> list[Candidate]:
@@ -375,19 +379,6 @@ def split_only(view: FleetView, now: float) -> FleetView:
         decode = decode + [worker for worker in view.decode if worker.prefills]
     apart = FleetView(decode, prefill, view.links)
     return replace(apart, decode=[worker for worker in decode if apart.prefills_for(worker, now)])
-
-
-def pairs_of(workers: Iterable[Candidate]) -> Iterator[tuple[Candidate, Candidate]]:
-    """The prefill and decode workers that a request may be given to together; a mixed worker is a pair of its own."""
-    staying = [worker for worker in workers if not worker.status.draining]
-    prefills: dict[str, list[Candidate]] = {}
-    for worker in staying:
-        if worker.prefills:
-            prefills.setdefault(worker.generation, []).append(worker)
-    for decode in staying:
-        if decode.decodes:
-            for prefill in [decode] if decode.prefills else prefills.get(decode.generation, ()):
-                yield prefill, decode
 
 
 def outgrown(demand: Demand, able: Collection[Candidate]) -> bool:

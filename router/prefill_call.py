@@ -36,9 +36,14 @@ class Placed:
 
 
 class PrefillCall:
-    """A prefill into `lease`. A context manager: leaving it cancels the prefill. `ended` is called once, at its end."""
+    """A prefill into `lease`. A context manager: leaving it cancels the prefill. `ended` is called with it, at its end.
 
-    def __init__(self, link: PrefillLink, order: PrefillOrder, lease: RouterLease, ended: Callable[[], None]):
+    Nothing that it refers to refers to it once it has ended: else prompts would lie about until a collection.
+    """
+
+    def __init__(
+        self, link: PrefillLink, order: PrefillOrder, lease: RouterLease, ended: Callable[[PrefillCall], None]
+    ):
         self.link = link
         self.order = order
         self.lease = lease
@@ -59,7 +64,7 @@ class PrefillCall:
 
     def _over(self, task: asyncio.Task[None]) -> None:
         """The call has ended, in whatever way: nothing may wait for it any more."""
-        self.ended()
+        self.ended(self)
         error = task.exception() if not task.cancelled() else None if self._leaving else asyncio.CancelledError()
         if error is not None:
             log.error("a prefill call broke", exc_info=error)

@@ -7,7 +7,7 @@ heartbeat ──► live ──(silent, or a call broke)──► suspect ──
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import isfinite
@@ -40,7 +40,8 @@ class RegisteredWorker:
     """A registered worker. `suspect` since a call to it broke; a later heartbeat clears it.
 
     `leases` are this router's that are open on it. What the router has sent since the status was made is kept apart.
-    `busy_until` is when the prompts that it has been given are computed, on the router's clock.
+    `busy_until` is when the prompts that it has been given are computed, on the router's clock. `stale` gathers the
+    instances of a registry that are seen otherwise than before.
     """
 
     status: WorkerStatus
@@ -57,11 +58,17 @@ class RegisteredWorker:
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
+    stale: set[str] = field(default_factory=set)
     _candidate: Candidate | None = None
 
     def __post_init__(self) -> None:
         self.busy_until = self.made_at + self.status.waiting_seconds
         self._changed = self.seen
+
+    def _changed(self) -> None:
+        """The worker is seen anew when it is next asked for."""
+        self._candidate = None
+        self.stale.add(self.status.instance)
 
     def sent(self, work: Dispatched, now: float) -> None:
         """The router has sent this work, or knows that it is over where `work` is negative."""
@@ -69,7 +76,7 @@ class RegisteredWorker:
         self._changed = now
         self._sent.append((now, work))
         self.newer += work
-        self._candidate = None
+        self._changed()
 
     def begun(self, prompt: Reservation) -> None:
         """A prompt joins the worker's queue."""
@@ -106,14 +113,15 @@ class RegisteredWorker:
         self.busy_until = made_at + status.waiting_seconds
         for prompt in self._prompts:
             self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
-        self._candidate = None
+        self._changed()
 
     def leaves(self) -> None:
         self.status = replace(self.status, draining=True)
-        self._candidate = None
+        self._changed()
 
     def mark_slow(self, slow: bool) -> None:
-        self.slow, self._candidate = slow, None
+        self.slow = slow
+        self._changed()
 
     def _in_time_until(self) -> float:
         """When the prompts are computed that can still be in time: the worker computes the others last."""
@@ -182,6 +190,9 @@ class Registry:
         self.silence = silence
         self.workers: dict[str, RegisteredWorker] = {}
         self._over: deque[str] = deque(maxlen=REMEMBERED)  # instances whose place another life has taken
+        self._listed: list[Candidate] | None = None  # None: others are there, or believed, than before
+        self._places: dict[str, int] = {}  # in that list, by instance
+        self._stale: set[str] = set()  # instances that have changed since
 
     def heartbeat(self, status: WorkerStatus, now: float, *, made_at: float | None = None) -> bool:
         """Take a heartbeat in that was made at `made_at`, by default now; True if the worker is new or believed again.
@@ -194,8 +205,11 @@ class Registry:
             return False  # it was under way while the next life began
         if worker is None:
             self._replace_previous_life(status)
-            self.workers[status.instance] = RegisteredWorker(status, now, made)
+            self.workers[status.instance] = RegisteredWorker(status, now, made, stale=self._stale)
+            self._listed = None
             return True
+        if worker.suspect:
+            self._listed = None
         news = worker.suspect or worker.status.draining != status.draining
         worker.report(status, now, made)
         return news
@@ -211,7 +225,7 @@ class Registry:
         """A call to it broke: send nothing there until it is heard of again."""
         worker = self.workers.get(instance)
         if worker is not None:
-            worker.suspect = True
+            worker.suspect, self._listed = True, None
 
     def mark_slow(self, instance: str, slow: bool) -> None:
         """It takes much longer than it should, or no longer does."""
@@ -242,15 +256,28 @@ class Registry:
         for instance, worker in list(self.workers.items()):
             silent = now - worker.seen
             if silent > self.silence and not worker.suspect:
-                worker.suspect = True
+                worker.suspect, self._listed = True, None
                 fallen.append(instance)
             if silent > 3 * self.silence:
                 del self.workers[instance]
+                self._listed = None
         return fallen
 
-    def candidates(self) -> list[Candidate]:
-        """Workers that may be given work, as the policy wants them."""
-        return [each._candidate or each.candidate for each in self.workers.values() if not each.suspect]
+    def candidates(self) -> Sequence[Candidate]:
+        """Workers that may be given work, as the policy wants them: not to be changed, and it never changes itself.
+
+        Of hundreds few have changed since the request before, and the others are not looked at.
+        """
+        if self._listed is None:
+            believed = [each for each in self.workers.values() if not each.suspect]
+            self._listed = [each.candidate for each in believed]
+            self._places = {each.status.instance: place for place, each in enumerate(believed)}
+        elif self._stale:
+            self._listed = self._listed.copy()
+            for instance in self._stale.intersection(self._places):
+                self._listed[self._places[instance]] = self.workers[instance].candidate
+        self._stale.clear()
+        return self._listed
 
     def get(self, instance: str) -> RegisteredWorker | None:
         return self.workers.get(instance)

@@ -41,6 +41,8 @@ def pairs(ledger: Ledger, part: str, logs: Path, out: Path) -> Iterator[tuple[st
             continue
         deployment = DEPLOYMENTS[name.partition(",")[0]]
         learned, steps = ledger.notes[f"learned {deployment.name}"], steps_of(logs, deployment, name)
+        if "front_ms" not in learned:  # the command was killed before it knew: it learns that when it goes on
+            continue
         flags = simulator_flags(deployment, learned, kept["profiles"], out, steps)
         rows = sorted(kept["rows"], key=lambda row: float(row["arrival_s"]))
         found = zip(rows, simulated(rows, flags), strict=True)

@@ -26,8 +26,7 @@ class ModelConfig:
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto: as --dtype", choices=("auto", "int8"))
     served_model_name: tuple[str, ...] = option(
-        (),
-        "names of the model in the API: requests may use any, metrics have the first; default: the model's own",
+        (), "names of the model in the API: requests may use any, metrics have the first; default: the model's own"
     )
     max_model_len: int | None = option(
         None, "tokens of prompt and output at most; default: what the model allows", least=2
@@ -48,8 +47,7 @@ class ModelConfig:
         1, "processes of this host (ranks) that are one worker; above 1 with --enable-expert-parallel alone", least=1
     )
     enable_expert_parallel: bool = option(
-        False,
-        "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences",
+        False, "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences"
     )
     tensor_parallel_size: int = option(
         1, "ranks of a worker that share each layer: its weights by heads and widths, its KV by heads", least=1
@@ -151,9 +149,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prompt beginnings")
     num_speculative_tokens: int = option(
-        4,
-        "tokens to guess ahead from the text so far, where that pays; changes no token; 0 never guesses",
-        least=0,
+        4, "tokens to guess ahead from the text so far, where that pays; changes no token; 0 never guesses", least=0
     )
     speculative_config: str | None = option(
         None,
@@ -180,6 +176,11 @@ class EngineConfig:
     )
     kernels: str = option(
         "auto", "compute with compiled kernels or with torch alone; auto: compiled where they fit", choices=KERNELS
+    )
+    attention_backend: str = option(
+        "auto",
+        "what attends prompts on CUDA; flashinfer: the library, in steps that no graph computes; auto: the quicker one",
+        choices=("auto", "triton", "flashinfer"),
     )
     cpu_form: str = option("auto", "instructions of CPU kernels; auto: the quickest as measured", choices=CPU_FORMS)
     cuda_graphs: bool = option(True, "on CUDA, replay steps from graphs that are captured at start")

@@ -27,6 +27,10 @@ class Event(Protocol):
     def synchronize(self) -> object:
         """The host waits until the device has passed the last place recorded; not at all if there is none."""
 
+    def query(self) -> bool:
+        """True if the device has passed it, or there is none. Nothing waits."""
+        ...
+
 
 class Stream(Protocol):
     """Work of one device, done in order, as `torch.cuda.Stream`."""
@@ -183,6 +187,9 @@ class Immediate(Streams, Stream, Event):
 
     def synchronize(self) -> None:
         """Passed already."""
+
+    def query(self) -> bool:
+        return True
 
     def wait_event(self, event: Any) -> None:
         """Passed already."""

@@ -1,6 +1,6 @@
 """Makes a question of a file and of flags, and says what is wrong with them. Flags go before the file.
 
-It reads two files, the question's and its lengths; it knows neither searches nor output.
+It reads the question's file and those that it names; it knows neither searches nor output.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from deploy.planner.answer import PlanQuestion
 from deploy.planner.attainment import AttainmentGoal, OfferedTraffic
 from deploy.planner.candidates import SearchSpace, usable_shapes
 from deploy.planner.machines import AS_PROFILED, MACHINES, MODELS, Machines, PlannedModel, profiled
+from deploy.planner.recorded_traffic import RecordedTraffic
 from deploy.simulator.profile_files import read_profile
 from deploy.simulator.profiles import Profile
 from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, traffic_of
@@ -32,6 +33,7 @@ FLAGS: Mapping[str, tuple[str, str]] = {
     "cost": ("hardware", "cost"),
     "workload": ("traffic", "workload"),
     "lengths": ("traffic", "lengths"),
+    "trace": ("traffic", "trace"),
     "rate": ("traffic", "rate"),
     "burstiness": ("traffic", "burstiness"),
     "ttft_ms": ("objectives", "ttft_ms"),
@@ -164,17 +166,29 @@ def _load(
     if not shapes:
         raise ValueError("no worker fits: " + "; ".join(f"{each.what}: {each.reason}" for each in rejected))
     table, search = given["traffic"], given["search"]
-    traffic = _traffic(table, model.max_model_len).with_objectives(
-        *(_number(given["objectives"], name, None) for name in ("ttft_ms", "tpot_ms"))
-    )
-    pairs = tuple(read_pairs(Path(_text(table, "lengths", "")))) if "lengths" in table else ()
+    ttft, tpot = (_number(given["objectives"], name, None) for name in ("ttft_ms", "tpot_ms"))
+    if "trace" in table:
+        recorded = _recorded(table, objectives=ttft is None or tpot is None)
+        traffic, pairs = recorded.traffic, recorded.pairs
+    else:
+        traffic = _traffic(table, model.max_model_len)
+        pairs = tuple(read_pairs(Path(_text(table, "lengths", "")))) if "lengths" in table else ()
+    traffic = traffic.with_objectives(ttft, tpot)
     return OfferedTraffic(
-        traffic=replace(traffic, burstiness=_number(table, "burstiness", 1.0)),
+        traffic=replace(traffic, burstiness=_number(table, "burstiness", traffic.burstiness)),
         profile=model.profile(machines, shapes[0]),
         requests=_count(search, "requests", REFERENCE_REQUESTS if reference else 600, least=20),
         seconds=_number(search, "seconds", 0.0 if reference else 60.0, least=0),
         pairs=pairs,
     )
+
+
+def _recorded(table: Mapping[str, Any], *, objectives: bool) -> RecordedTraffic:
+    """Of the table's trace, beside which it says nothing of lengths. Raises ValueError, OSError."""
+    others = sorted(table.keys() - {"trace", "rate", "burstiness"})
+    if others:
+        raise ValueError(f"trace goes without {', '.join(others)}: the trace says how long requests are")
+    return RecordedTraffic.read(Path(_text(table, "trace", "")), objectives=objectives)
 
 
 def _traffic(table: Mapping[str, Any], longest: int) -> Traffic:

@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workload", metavar="NAME", help="chat, long-mixed, shared-prefix or sharegpt (default: sharegpt)")
     add("--lengths", metavar="FILE", help="JSON of [[prompt tokens, output tokens], …] in place of the workload's")
     add(
+        "--trace",
+        metavar="FILE",
+        help="CSV or JSONL of requests, as of millrace simulate: their lengths, burstiness and objectives",
+    )
+    add(
         "--rate",
         type=float,
         metavar="R",

@@ -190,7 +190,7 @@ class SimulatedCluster:
             kv_dtype="bfloat16",
             max_model_len=min(profile.max_model_len, blocks * config.block_size),
         )
-        runner = ModelledRunner(profile, self.texts, self._noise(role, self.seed * 4096 + number))
+        runner = ModelledRunner(profile, self.texts, self._noise(role, self.seed * 4096 + number, identity.instance))
         parts = ModelParts(
             runner=runner,
             eos_token_ids=frozenset({EOS}),
@@ -214,11 +214,15 @@ class SimulatedCluster:
             self._receivers[address] = worker.decode
         return worker
 
-    def _noise(self, role: Role, seed: int) -> Noise:
+    def _noise(self, role: Role, seed: int, instance: str) -> Noise:
         recorded = self._recorded.get(role)
         if recorded is not None:
-            return recorded.again(seed)
+            return recorded.again(seed, partial(self._others_compute, instance))
         return lognormal(self.plan.noise_of.get(role, self.plan.noise), seed)
+
+    def _others_compute(self, instance: str) -> bool:
+        """Whether a worker beside this one is in the middle of a step."""
+        return any(_loop_of(worker).computing for name, worker in self.workers.items() if name != instance)
 
     def _link(self, status: WorkerStatus) -> WorkerLink:
         seconds = self.plan.network.message_seconds
@@ -229,8 +233,7 @@ class SimulatedCluster:
 
     def _steps_since(self, worker: Worker, at: float) -> int:
         """How many steps of the worker have ended later: their tokens may still be on their way."""
-        assert isinstance(worker.loop, VirtualEngineLoop)
-        return worker.loop.ended_since(at)
+        return _loop_of(worker).ended_since(at)
 
     async def catch_up(self) -> None:
         """Let routers have the tokens that have come by now: call before counting what they have."""
@@ -269,3 +272,8 @@ class SimulatedCluster:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+
+
+def _loop_of(worker: Worker) -> VirtualEngineLoop:
+    assert isinstance(worker.loop, VirtualEngineLoop)
+    return worker.loop

@@ -28,7 +28,7 @@ from deploy.simulator.profile_files import read_profile
 from deploy.simulator.profiles import PROFILES, Fitted, Profile, profile_of
 from deploy.simulator.recorded_systems import SYSTEMS
 from deploy.simulator.run import quiet_log
-from deploy.simulator.step_records import VariedStep, read_steps
+from deploy.simulator.step_records import VariedStep, beside_each_other, read_steps
 from deploy.simulator.study import Study
 from deploy.simulator.trace_files import MOST_TOKENS, TraceFile
 from deploy.simulator.traffic import Lengths, Traffic, traffic_of
@@ -108,7 +108,7 @@ def steps_of(text: str, hardware: Callable[[Role], Profile]) -> dict[Role, tuple
         if not isinstance(steps, Fitted):
             raise ValueError(f"--role-steps {text}: give the role a profile that millrace profile wrote")
         found[Role(role)] = read_steps(Path(name), steps.cost)
-    return found
+    return beside_each_other(found)
 
 
 def named_profile(flag: str, name: str) -> Profile:

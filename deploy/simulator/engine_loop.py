@@ -93,6 +93,11 @@ class VirtualEngineLoop(EngineLoop):
         if told:
             self._tell_outputs(told)
 
+    @property
+    def computing(self) -> bool:
+        """Whether a step is in progress, or about to begin."""
+        return self._stepping
+
     def ended_since(self, at: float) -> int:
         """How many of the last steps have ended later than `at` on the event loop's clock; ENDS at most."""
         return sum(end > at for end in self._ends)

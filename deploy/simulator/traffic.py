@@ -270,4 +270,8 @@ def _groups(kind: TrafficClass) -> Floats:
 
 
 def _tokens(generator: np.random.Generator, count: int) -> tuple[int, ...]:
-    return tuple(generator.integers(1, VOCABULARY, size=count).tolist())
+    """Numbers that all requests share: those of one under way would take more memory than all else of it."""
+    return tuple(map(_NUMBERS.__getitem__, generator.integers(1, VOCABULARY, size=count).tolist()))
+
+
+_NUMBERS = tuple(range(VOCABULARY))

@@ -7,15 +7,28 @@ A block is in exactly one of three places:
     free     no sequence refers to it, and none could: its content is meaningless
     cached   no sequence refers to it, but its key is known: a later sequence may take it, or eviction may
     held     one or more sequences refer to it
+
+What is kept of a block is small, since a simulated cluster has millions: the order of eviction is a queue that blocks
+join whenever they become cached, and where all but the last entry of a block are passed over.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from kvcache.blocks.events import KVEventLog
 from serving.errors import NoRoom
+
+MOST_ENTRIES = 2  # in the order of eviction, for each block: then those that are passed over are thrown away
+
+
+@lru_cache(maxsize=8)
+def _numbers(count: int) -> tuple[int, ...]:
+    """The ids of so many blocks, high ones first: the same objects for all allocators."""
+    return tuple(range(count - 1, -1, -1))
 
 
 class BlockAllocator:
@@ -31,8 +44,10 @@ class BlockAllocator:
         self.block_size = block_size
         self.caching = caching
         self._events = events
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._free = list(_numbers(num_blocks))  # a stack: low ids first
+        self._cached = 0  # blocks
+        self._released: deque[int] = deque()  # those cached, least recently released first, and entries passed over
+        self._entries = array("I", bytes(4 * num_blocks))  # of each block in there
         self._references = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -41,7 +56,7 @@ class BlockAllocator:
     @property
     def available(self) -> int:
         """Blocks an `allocate` could hand out now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._cached
 
     @property
     def held(self) -> int:
@@ -61,7 +76,8 @@ class BlockAllocator:
         """Add one reference to each of these matched or held blocks."""
         for block in blocks:
             if self._references[block] == 0:
-                del self._cached[block]
+                assert self._key_of[block] is not None, f"block {block} acquired though it is free"
+                self._cached -= 1
             self._references[block] += 1
 
     def allocate(self, count: int, *, headroom: int = 0) -> list[int]:
@@ -71,34 +87,64 @@ class BlockAllocator:
         """
         if count + headroom > self.available:
             raise NoRoom(f"{count} KV blocks and {headroom} spare asked for, {self.available} available")
-        blocks = [self._take() for _ in range(count)]
+        free = self._free
+        first = max(0, len(free) - count)
+        blocks = free[: first - 1 : -1] if first else free[::-1]
+        del free[first:]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         for block in blocks:
             self._references[block] = 1
         return blocks
 
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        block, _ = self._cached.popitem(last=False)
-        key, self._key_of[block] = self._key_of[block], None
-        assert key is not None, "a cached block has a key"
-        del self._block_of[key]
-        self.evictions += 1
-        if self._events is not None:
-            self._events.removed(key)
-        return block
+    def _evict(self, count: int) -> list[int]:
+        """The cached blocks that were released least recently, which are not cached any more."""
+        released, entries, references, keys = self._released, self._entries, self._references, self._key_of
+        evicted: list[int] = []
+        while len(evicted) < count:
+            block = released.popleft()
+            entries[block] = left = entries[block] - 1
+            if left or references[block]:
+                continue
+            key, keys[block] = keys[block], None
+            assert key is not None, "a cached block has a key"
+            del self._block_of[key]
+            evicted.append(block)
+            if self._events is not None:
+                self._events.removed(key)
+        self._cached -= count
+        self.evictions += count
+        return evicted
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference from each. Given a whole block table, its tail becomes evictable before its head."""
+        references, keys, entries = self._references, self._key_of, self._entries
         for block in reversed(blocks):
-            assert self._references[block] > 0, f"block {block} released more often than taken"
-            self._references[block] -= 1
-            if self._references[block]:
+            left = references[block] - 1
+            assert left >= 0, f"block {block} released more often than taken"
+            references[block] = left
+            if left:
                 continue
-            if self._key_of[block] is not None:
-                self._cached[block] = None
+            if keys[block] is not None:
+                self._cached += 1
+                self._released.append(block)
+                entries[block] += 1
             else:
                 self._free.append(block)
+        if len(self._released) > MOST_ENTRIES * self.num_blocks:
+            self._pass_over()
+
+    def _pass_over(self) -> None:
+        """Forget the entries of blocks that have joined the queue again since, or are held."""
+        entries, references = self._entries, self._references
+        kept: deque[int] = deque()
+        for block in self._released:
+            entries[block] -= 1
+            if not entries[block] and not references[block]:
+                kept.append(block)
+        for block in kept:
+            entries[block] = 1
+        self._released = kept
 
     def publish(self, block: int, key: bytes) -> None:
         """Say that this held block is full and holds the KV named by `key`. The first block of a key stays."""
@@ -117,8 +163,10 @@ class BlockAllocator:
                 counted[block] += 1
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
+        cached = {block for block in self._released if not self._references[block]}
+        assert len(cached) == self._cached, f"{len(cached)} blocks are cached, {self._cached} counted"
         for block in range(self.num_blocks):
-            places = (block in free) + (block in self._cached) + (self._references[block] > 0)
+            places = (block in free) + (block in cached) + (self._references[block] > 0)
             assert places == 1, f"block {block} is in {places} places"
             assert counted[block] <= self._references[block], f"block {block} is used without a reference"
         named = [(key, block) for block, key in enumerate(self._key_of) if key is not None]

@@ -13,11 +13,11 @@ mean of what the last steps took over what the fit says of them.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from statistics import median
+from struct import Struct
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from serving.step_cost import MOST, StepCost, StepLoad
 
 Array = NDArray[np.float64]
-Sample = tuple[float, int, float, int, float, float]  # 1, then what a coefficient each is multiplied with; seconds
+SAMPLE = Struct("6d")  # 1, then what a coefficient each is multiplied with; seconds
 
 COEFFICIENTS = ("fixed", "token", "pair", "sequence", "context")
 KEPT = 16  # newest steps of each bucket
@@ -45,18 +45,18 @@ RECENT = 32  # newest steps of each kind, by which a new fit takes the pace over
 SHORTEST, LONGEST = 1e-7, 1e3  # seconds that a step may have taken
 MOST_EACH = MOST / 2  # seconds, of any coefficient
 JUDGED = 256  # newest residuals that `error` is made of, of each kind
+SPARE = 64  # older ones that may lie about
 
 
 class StepPace:
     """How much longer than fitted the steps of one kind take just now: a running mean of ln(observed / fitted)."""
 
-    __slots__ = ("mean", "residuals", "steps", "trust")
+    __slots__ = ("count", "mean", "trust")
 
     def __init__(self) -> None:
         self.mean = 0.0
         self.trust = 0.0  # 1 while steps of this kind come, falling while others do
-        self.steps: deque[Sample] = deque(maxlen=RECENT)
-        self.residuals: deque[float] = deque(maxlen=JUDGED)  # of ln(observed / predicted), with the pace of the time
+        self.count = 0  # of them that have come, up to RECENT
 
 
 class MachinePace:
@@ -72,14 +72,12 @@ class MachinePace:
         self.kinds = (StepPace(), StepPace())  # of steps without prompts, and with
         self.value = 0.0
 
-    def follow(self, sample: Sample, ratio: float, prompts: bool) -> None:
+    def follow(self, ratio: float, prompts: bool) -> None:
         """Move towards a step's `ratio`, ln(observed / fitted): at first it is their plain mean."""
         kind, other = self.kinds[prompts], self.kinds[not prompts]
-        kind.steps.append(sample)
-        kind.residuals.append(ratio - self.value)
         if kind.trust == 0.0:
             kind.mean = ratio if other.trust == 0.0 else self.value
-        count = len(kind.steps)
+        count = kind.count = min(RECENT, kind.count + 1)
         if count * self.weight < 1.0:
             kind.mean += (ratio - kind.mean) / count
         else:
@@ -102,6 +100,30 @@ class MachinePace:
         return (decode.trust * decode.mean + prompts.trust * prompts.mean) / (decode.trust + prompts.trust)
 
 
+class RecentSteps:
+    """The newest steps of one kind, as packed samples, and residuals: ln(observed / predicted), with the pace then.
+
+    Packed they take a fifth of what tuples and numbers do, and a simulated cluster has a thousand of these.
+    """
+
+    __slots__ = ("_residuals", "steps")
+
+    def __init__(self) -> None:
+        self.steps = b""  # RECENT at most
+        self._residuals = array("d")
+
+    def add(self, sample: bytes, residual: float) -> None:
+        self.steps = self.steps[-(RECENT - 1) * SAMPLE.size :] + sample
+        self._residuals.append(residual)
+        if len(self._residuals) >= JUDGED + SPARE:
+            del self._residuals[:-JUDGED]
+
+    @property
+    def residuals(self) -> Array:
+        """A copy [N] of the newest JUDGED, the oldest first."""
+        return np.array(self._residuals[-JUDGED:])
+
+
 class StepFit:
     """`cost` is the latest estimate, `outlook` that of the next seconds: read them from any thread.
 
@@ -116,9 +138,10 @@ class StepFit:
         self._fitted = learned or guess  # before it is multiplied by the pace
         self._prior = vector(self._fitted)
         self._looseness = GUESSED if learned is None else LEARNED
-        self._buckets: dict[int, deque[Sample]] = {}
+        self._buckets: dict[int, bytes] = {}  # packed samples, the newest last
         self._seen_at: dict[int, int] = {}
         self._present, self._lasting = MachinePace(PACE), MachinePace(OUTLOOK)
+        self._recent = RecentSteps(), RecentSteps()  # without prompts, and with
         self._cheapest: tuple[StepLoad, float] | None = None
         self._fitted_to = 0  # steps
         self._refitted_at: float | None = None
@@ -159,15 +182,13 @@ class StepFit:
         if not SHORTEST <= seconds <= LONGEST or not load.new_tokens:
             return
         new, context = load.new_tokens, load.context_tokens
-        sample = (1.0, new, load.pairs, load.sequences, context, seconds)
+        sample = SAMPLE.pack(1.0, new, load.pairs, load.sequences, context, seconds)
         key = new.bit_length() << 8 | int(context).bit_length() << 1 | prompts
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = deque(maxlen=KEPT)
-        bucket.append(sample)
+        self._buckets[key] = self._buckets.get(key, b"")[-(KEPT - 1) * SAMPLE.size :] + sample
         ratio = math.log(seconds / max(1e-12, self._fitted.seconds(load)))
-        self._present.follow(sample, ratio, prompts)
-        self._lasting.follow(sample, ratio, prompts)
+        self._recent[prompts].add(sample, ratio - self._present.value)
+        self._present.follow(ratio, prompts)
+        self._lasting.follow(ratio, prompts)
         self._seen_at[key] = self.seen
         self.seen += 1  # last: who fits sees no step half observed
 
@@ -179,7 +200,7 @@ class StepFit:
         rows, weights = self._kept()
         fitted = fit(rows[:, :5], rows[:, 5], weights, self._prior, self._unit, self._looseness)
         before = vector(self._fitted)
-        changes = [refitted(kind.steps, before, fitted) for kind in self._present.kinds]
+        changes = [refitted(kind.steps, before, fitted) for kind in self._recent]
         for pace in (self._present, self._lasting):
             pace.take_over(changes)
         self._fitted = stated(fitted, error=self._error(), samples=len(rows))
@@ -188,30 +209,31 @@ class StepFit:
 
     def _kept(self) -> tuple[Array, Array]:
         """The samples [N, 6] and their weights [N]: newer ones weigh more, and so do buckets seen lately."""
-        samples: list[Sample] = []
-        weights: list[float] = []
-        for key, bucket in list(self._buckets.items()):
-            kept = list(bucket)
-            age = self.seen - self._seen_at.get(key, self.seen)
-            fresh = max(OLD, 0.5 ** (age / HALF_AGE))
-            samples += kept
-            weights += [fresh * _RANKS[rank] for rank in range(len(kept) - 1, -1, -1)]
-        rows = np.fromiter(chain.from_iterable(samples), np.float64, count=6 * len(samples))
-        return rows.reshape(-1, 6), np.array(weights)
+        buckets = list(self._buckets.items())
+        counts = [len(bucket) // SAMPLE.size for _, bucket in buckets]
+        ages = [self.seen - self._seen_at.get(key, self.seen) for key, _ in buckets]
+        fresh = [max(OLD, 0.5 ** (age / HALF_AGE)) for age in ages]
+        ranks = np.concatenate([_RANKS[KEPT - count :] for count in counts])
+        return unpacked(b"".join(bucket for _, bucket in buckets)), np.repeat(fresh, counts) * ranks
 
     @property
     def errors(self) -> tuple[float | None, float | None]:
         """The standard deviation of ln(observed / predicted) of steps without prompts and with; None: none seen."""
-        decode, prompts = (spread(list(kind.residuals)) if kind.residuals else None for kind in self._present.kinds)
+        decode, prompts = (spread(found) if len(found := kind.residuals) else None for kind in self._recent)
         return decode, prompts
 
     def _error(self) -> float:
         """That of both kinds, each counting as often as it has come lately."""
-        kinds = [(spread(list(kind.residuals)), len(kind.residuals)) for kind in self._present.kinds if kind.residuals]
+        kinds = [(spread(found), len(found)) for kind in self._recent if len(found := kind.residuals)]
         return math.sqrt(sum(error**2 * count for error, count in kinds) / sum(count for _, count in kinds))
 
 
-_RANKS = [0.5 ** (rank / HALF_RANK) for rank in range(KEPT)]
+_RANKS = np.array([0.5 ** (rank / HALF_RANK) for rank in range(KEPT - 1, -1, -1)])  # the newest last
+
+
+def unpacked(samples: bytes) -> Array:
+    """Packed samples as rows [N, 6]."""
+    return np.frombuffer(samples).reshape(-1, 6)
 
 
 def vector(cost: StepCost) -> Array:
@@ -224,13 +246,13 @@ def stated(coefficients: Array, *, error: float = 0.5, samples: int = 0) -> Step
     return replace(StepCost(fixed=named.pop("fixed"), token=named.pop("token"), error=error, samples=samples), **named)
 
 
-def refitted(steps: Collection[Sample], before: Array, fitted: Array) -> tuple[float, float] | None:
-    """Of some steps, by a fit [5] and the one before it: medians of how far ln(observed / predicted) changes, and of
-    that itself. None without steps.
+def refitted(steps: bytes, before: Array, fitted: Array) -> tuple[float, float] | None:
+    """Of some packed steps, by a fit [5] and the one before it: medians of how far ln(observed / predicted) changes,
+    and of that itself. None without steps.
     """
     if not steps:
         return None
-    rows = np.array(list(steps))
+    rows = unpacked(steps)
     ratios = log_ratios(rows, fitted)
     return median((ratios - log_ratios(rows, before)).tolist()), median(ratios.tolist())
 
@@ -241,9 +263,9 @@ def log_ratios(rows: Array, coefficients: Array) -> Array:
     return ratios
 
 
-def spread(residuals: list[float]) -> float:
+def spread(residuals: Array) -> float:
     """The root of the mean square, what lies beyond three standard deviations pulled in to there."""
-    found = np.abs(np.array(residuals))
+    found = np.abs(residuals)
     count, ordered = len(residuals), np.sort(found)
     middle = float(ordered[(count - 1) // 2] + ordered[count // 2]) / 2  # np.median takes ten times as long
     most = max(LEAST_SPREAD, 3 * 1.4826 * middle)

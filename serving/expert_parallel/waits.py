@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 from torch._C._distributed_c10d import Store, Work
 
 from serving.expert_parallel.bounded import BoundedStore, StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
+
+Begun = TypeVar("Begun")
 
 POLL = timedelta(milliseconds=5)  # between looks at the processes of the others
 WAITING = 0.25  # of the deadline: how long a rank waits before it says so
@@ -56,8 +60,10 @@ class BoundedWaits:
         if self._lost is not None:
             raise RankLost(*self._lost)
 
-    def begin(self, start: Callable[[], Work]) -> Work:
-        """An operation that is to be finished. Raises RankLost where its connection is broken already."""
+    def begin(self, start: Callable[[], Begun]) -> Begun:
+        """What `start` gives, as an operation that is to be finished. Raises RankLost where it raises RuntimeError: its
+        connection is broken already.
+        """
         self.check()
         try:
             return start()
@@ -66,10 +72,17 @@ class BoundedWaits:
 
     def finish(self, work: Work) -> None:
         """Wait until the operation is done. Raises RankLost."""
+        self.until(partial(ended, work))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Wait until this, which takes a moment to answer, is so; it raises RuntimeError where a connection has broken.
+
+        Raises RankLost.
+        """
         self.check()
         began, said = time.monotonic(), False
         try:
-            while not ended(work):
+            while not reached():
                 if (dead := self._dead()) is not None:
                     raise self._lost_rank(dead, "its process has ended")
                 waited = time.monotonic() - began

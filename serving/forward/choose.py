@@ -32,12 +32,14 @@ def make_forward(
 ) -> Forward:
     """With `releases` nothing else computes by the model, so weights that kernels hold in their own form go.
 
-    Raises ValueError when compiled kernels are demanded and cannot be had.
+    Raises ValueError when compiled kernels, or an attention backend, are demanded and cannot be had.
     """
     make = partial(_on_cpu, releases=releases) if planes[0][0].device.type == "cpu" else _on_cuda
     made = "as asked for" if config.kernels == "torch" else make(model, planes, config, max_position)
     if not isinstance(made, str):
         return made
+    if config.attention_backend == "flashinfer":
+        raise ValueError(f"--attention-backend flashinfer: {made}; choose --attention-backend auto")
     if config.deterministic:
         raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {made}")
     if config.kernels == "compiled":
@@ -68,6 +70,8 @@ def _on_cpu(
     model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int, *, releases: bool
 ) -> Forward | str:
     """The compiled kernels, or why they cannot be had."""
+    if config.attention_backend == "flashinfer":
+        return "it computes on CUDA alone"
     reason = supports(model.model, model.dtype)
     if reason is not None:
         return reason
@@ -107,6 +111,7 @@ def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig,
     if reason is not None:
         return reason
     forward = triton_forward.TritonForward(model.model, planes, max_position)
+    forward.choose_prompts(config.attention_backend, config.max_num_batched_tokens)
     sizes = None
     if config.cuda_graphs:
         sizes = GraphSizes.up_to(config.max_num_seqs, max_position, config.max_num_batched_tokens)

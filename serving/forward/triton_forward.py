@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import lcm
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from serving.batch.device_copy import on_device
 from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
@@ -26,10 +26,14 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
+from serving.kernels.gpu.prompt_choice import FLASHINFER, PromptWork, choose_prompts
+from serving.kernels.gpu.prompts import PromptShape
+from serving.kernels.layer_weights import LinearWeights
 from serving.model.decoder import Decoder, Planes
 from serving.model.fused_shape import unlike_llama
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
+from serving.parallel.tensor_parallel import SummedLinear, TensorShare
 
 log = logging.getLogger(__name__)
 
@@ -46,22 +50,25 @@ class TritonForward:
     form = "triton"
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], max_position: int) -> None:
-        spec = model.spec
+        spec, share = model.spec, TensorShare.of(model)
+        embed, head = (model.embed, model.head) if share is None else (share.embed.embed, share.head.head)
         self.model = model
-        self.device = model.embed.weight.device
+        self.device = embed.weight.device
         self.block_size = planes[0][0].shape[1]
         self.kernels = TritonDecoder(
-            embedding=model.embed.weight.detach(),
-            layers=[layer_weights(layer, norm_weight, linear_weights, linear_weights) for layer in model.layers],
+            embedding=embed.weight.detach(),
+            layers=[layer_weights(layer, norm_weight, _own_weights, linear_weights) for layer in model.layers],
             final_norm=norm_weight(model.norm),
-            head=linear_weights(model.head),
+            head=linear_weights(head),
             eps=spec.norm_eps,
             head_dim=spec.head_dim,
             rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
+            ranks=share,
         )
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
+        self.launched = self.kernels  # computes the steps that no graph does
         self._warm_for = 0  # tokens of the largest step it has been made ready for
         self._offloads = False  # whether it has been made ready for steps with KV in host memory
         self._modules = EagerForward(model, planes)
@@ -77,11 +84,37 @@ class TritonForward:
         other = copy(self)
         other.kernels, other._modules = self.kernels.over(planes), self._modules.over(planes)
         other.graphs = other.mixed = None
+        alike = planes[0][0].dtype is self.kernels.planes[0][0].dtype
+        other.launched = self.launched.over(planes) if alike else other.kernels
         if self._warm_for:
             other.warm_up(self._warm_for, None)
         if self._offloads:
             other.warm_up_offloaded()
         return other
+
+    def choose_prompts(self, backend: str, most_tokens: int) -> None:
+        """Let `backend`, as --attention-backend has it, attend prompts in launched steps of up to so many tokens.
+
+        Raises ValueError for one that cannot be had.
+        """
+        spec, planes = self.model.spec, self.kernels.planes[0]
+        if planes[0].dtype is not self.kernels.dtype:
+            if backend == FLASHINFER:
+                raise ValueError("--attention-backend flashinfer: it takes no int8 KV; choose --attention-backend auto")
+            return
+        work = PromptWork(
+            shape=PromptShape(
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                block_size=self.block_size,
+                dtype=self.kernels.dtype,
+            ),
+            windows=tuple(layer.window for layer in self.kernels.layers),
+            most_tokens=most_tokens,
+            longest=self.kernels.rotation.shape[1],
+        )
+        self.launched = replace(self.kernels, prompts=choose_prompts(backend, work, self.device))
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
@@ -133,7 +166,7 @@ class TritonForward:
         return best_tokens(logits), logits[on_device(rows, torch.int64, self.device)]
 
     def hidden(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
-        return self._launched(batch, layer_done, self.kernels.hidden)
+        return self._launched(batch, layer_done, self.launched.hidden)
 
     def _replayed(self, batch: RaggedBatch) -> tuple[Tensor, ...] | None:
         """Logits [R, V] and the best token of each row, until the next step; None where no graph computes this one."""
@@ -146,7 +179,7 @@ class TritonForward:
         self, batch: RaggedBatch, layer_done: LayerDone | None, compute: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """`compute` is a method of the kernels, `logits` by default."""
-        compute = compute or self.kernels.logits
+        compute = compute or self.launched.logits
         angles = None
         if batch.long_rope is not None:
             assert self.model.rotary is not None
@@ -179,6 +212,14 @@ class SilentSegments(OffloadedKV):
         yield KVSegment(tuple(staged), 0, tokens)
 
 
+def _own_weights(linear: nn.Module) -> LinearWeights:
+    """Of a linear that is summed over ranks, this rank's share; the bias is the first rank's to add."""
+    if not isinstance(linear, SummedLinear):
+        return linear_weights(linear)
+    bias = linear.bias if linear.group.rank == 0 else None
+    return LinearWeights(weight=linear.linear.weight.detach(), bias=None if bias is None else bias.detach())
+
+
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:
     """Sequences with so many new tokens, which write no KV and see none."""
     batch = RaggedBatch.build(
@@ -196,8 +237,8 @@ def silent_step(counts: Sequence[int], block_size: int, device: torch.device) ->
 
 def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     """Why the kernels cannot run this model over planes like these, or None if they can."""
-    if computes_with_others(model):
-        return "the kernels compute no model that ranks share"
+    if computes_with_others(model) and TensorShare.of(model) is None:
+        return "of models that ranks share, the kernels compute those of shared weights in floats alone"
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason

@@ -1,4 +1,4 @@
-"""What the ranks of one process group do together: gather, exchange and sum tensors, each within the deadline.
+"""What the ranks of one process group do together: gather, exchange and sum tensors, in host memory or on devices.
 
 All of it is `torch.distributed`'s all-to-all, and sums are made here, in the order of ranks: their bits are the same on
 every rank and from run to run, whatever the group's library would do.
@@ -8,29 +8,46 @@ Shapes: n ranks of the group, T rows, W a width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from serving.expert_parallel.all_to_all import AllToAllGroup, let_go
-from serving.expert_parallel.waits import BoundedWaits
 
 GATHERED = 1 << 16  # elements up to which a sum of more than two ranks takes one exchange, not two of fewer bytes
+
+
+class Waits(Protocol):
+    """How a rank waits for the operations of its groups. Everything raises RankLost once a rank is lost."""
+
+    def check(self) -> None:
+        """Only that."""
+
+    def begin(self, start: Callable[[], Work]) -> Work:
+        """An operation that is to be finished."""
+        ...
+
+    def finish(self, work: Work) -> None:
+        """What follows finds it done."""
 
 
 class Collective:
     """One rank's part in a group. All its ranks call the same methods in the same order, with shapes that fit.
 
-    Every method raises RankLost for a rank that has not taken part within the deadline.
+    Every method raises RankLost for a rank that is known to be lost: over host memory also for one that has not taken
+    part within the deadline (BoundedWaits), while on a device the step's end tells (device_groups.StreamWaits).
     """
 
-    def __init__(self, group: AllToAllGroup, size: int, waits: BoundedWaits) -> None:
+    def __init__(self, group: AllToAllGroup, size: int, waits: Waits, abort: Callable[[], None] | None = None) -> None:
+        """`abort` ends what is under way at once; of a group without it, operations end by themselves."""
         self.rank, self.size = group.rank(), size
         self.bytes_sent = 0  # to other ranks, so far
         self._group: AllToAllGroup | None = group
         self._waits = waits
+        self._abort = abort
         self._sending: tuple[Work, Tensor] | None = None  # and what it reads from
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -108,6 +125,11 @@ class Collective:
         own = to[self.rank] if to else given.numel() // self.size
         self.bytes_sent += (given.numel() - own) * given.element_size()
         return self._waits.begin(lambda: group.alltoall_base(out, given, came, to))
+
+    def abort(self) -> None:
+        """Let nothing wait any more for a rank that is lost. The group is of no use after that."""
+        if self._abort is not None:
+            self._abort()
 
     def close(self) -> None:
         if self._group is not None:

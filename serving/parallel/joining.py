@@ -6,20 +6,27 @@ Groups are made ahead, before any is needed. Of the model it knows nothing.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Protocol, Self
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from serving.expert_parallel.all_to_all import connected, host_key
-from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.bounded import Overdue, StoreUnavailable, within
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
-from serving.expert_parallel.waits import BoundedWaits
+from serving.expert_parallel.waits import POLL, BoundedWaits
 from serving.parallel.collective import Collective
+from serving.parallel.device_groups import StreamWaits, connected_by_nccl
 from serving.parallel.layout import ParallelLayout
+from serving.streams import Event, recorded, streams_of
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +35,7 @@ class ParallelRank:
 
     layout: ParallelLayout
     rank: int
+    device: torch.device
     waits: BoundedWaits
     tensor: Collective | None
     sequence: Collective | None
@@ -37,12 +45,21 @@ class ParallelRank:
 
     @classmethod
     def join(
-        cls, layout: ParallelLayout, rank: int, store: Store, *, deadline: float, meeting: float = MEETING_SECONDS
+        cls,
+        layout: ParallelLayout,
+        rank: int,
+        store: Store,
+        *,
+        deadline: float,
+        meeting: float = MEETING_SECONDS,
+        device: torch.device = CPU,
+        connect: Connect | None = None,
     ) -> Self:
-        """Meet the other ranks in `store` within `meeting` seconds, and connect to them by gloo.
+        """Meet the other ranks in `store` within `meeting` seconds, and connect to them: by gloo, or by `connect`.
 
-        `deadline` is the longest wait for any of them, in seconds. Raises RankLost for one that does not come,
-        StoreUnavailable for a store that does not answer.
+        Tensors are on `device`: this process's CUDA device, where NCCL connects them. `deadline` is the longest wait
+        for any of them, in seconds. Raises RankLost for one that does not come, StoreUnavailable for a store that does
+        not answer, ValueError where torch has no NCCL.
         """
         own = f"{host_key()} {os.getpid()}"
         words = exchanged(store, "process", rank, layout.ranks, own.encode(), meeting)
@@ -50,6 +67,7 @@ class ParallelRank:
         near = {other: int(pid) for other, (host, pid) in processes.items() if host == host_key()}
         watch, on_one_host = ProcessWatch(near), len(near) == len(processes)
         waits = BoundedWaits(store, rank, layout.ranks, watch, deadline)
+        connect = connect or (by_nccl if device.type == "cuda" else partial(by_gloo, on_one_host=on_one_host))
         stages = layout.pipeline_group(rank)
         stage = layout.place(rank).stage
 
@@ -58,13 +76,15 @@ class ParallelRank:
         def group(form: str, ranks: Sequence[int]) -> Collective | None:
             if len(ranks) < 2:
                 return None
-            made.append(_connected(store, form, ranks, rank, waits, on_one_host))
+            beneath = PrefixStore(f"{form}/{'-'.join(map(str, ranks))}", store)
+            made.append(connect(beneath, ranks.index(rank), len(ranks), waits))
             return made[-1]
 
         try:
-            return cls(
+            joined = cls(
                 layout=layout,
                 rank=rank,
+                device=device,
                 waits=waits,
                 tensor=group("tensor", layout.tensor_group(rank)),
                 sequence=group("sequence", layout.sequence_group(rank)),
@@ -72,7 +92,9 @@ class ParallelRank:
                 previous=group("link", stages[stage - 1 : stage + 1] if stage else ()),
                 following=group("link", stages[stage : stage + 2]),
             )
-        except (RankLost, StoreUnavailable):
+            joined.warm_up(meeting)
+            return joined
+        except (RankLost, StoreUnavailable, ValueError):
             waits.close()
             for one in made:
                 one.close()
@@ -87,17 +109,68 @@ class ParallelRank:
     def bytes_sent(self) -> int:
         return sum(group.bytes_sent for group in self.groups)
 
+    def warm_up(self, seconds: float) -> None:
+        """One small exchange in each group, in one order on all ranks: NCCL connects where it is first used, which no
+        capture of a graph may be. It waits for the others then, for `seconds` at most. Raises RankLost.
+        """
+        if self.device.type == "cpu":
+            return
+        self.finish(self.waits.begin(partial(self._exchanged, seconds)))
+
+    def _exchanged(self, seconds: float) -> Event:
+        """The end of a byte's exchange in each group. Raises RuntimeError where NCCL does not connect in time."""
+        try:
+            return within(seconds, self._exchange)
+        except Overdue as error:
+            raise RuntimeError(f"{error} of NCCL") from error
+
+    def _exchange(self) -> Event:
+        streams = streams_of(self.device)
+        for group in self.groups:
+            group.gathered(streams.room(1))
+        return recorded(streams)
+
+    def finish(self, step: Event) -> None:
+        """Wait until the device has passed this end of a step, as every rank does after each step.
+
+        Raises RankLost where it does not within the deadline, or a rank has ended; then whatever the device does with
+        others ends, and the groups are of no use any more.
+        """
+        try:
+            self.waits.until(partial(_passed, step))
+        except RankLost:
+            for group in self.groups:
+                group.abort()
+            raise
+
     def close(self) -> None:
         self.waits.close()
         for group in self.groups:
             group.close()
 
 
-def _connected(
-    store: Store, form: str, ranks: Sequence[int], rank: int, waits: BoundedWaits, on_one_host: bool
-) -> Collective:
-    prefix = f"{form}/{'-'.join(map(str, ranks))}"
+class Connect(Protocol):
+    """Connects rank `rank` of `ranks`, which all call it with stores of one prefix. Raises as `ParallelRank.join`."""
+
+    def __call__(self, store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective: ...
+
+
+def by_gloo(store: Store, rank: int, ranks: int, waits: BoundedWaits, *, on_one_host: bool) -> Collective:
     # gloo's own limit only ends what these waits have given up long before.
-    place, beneath = ranks.index(rank), PrefixStore(prefix, store)
-    group = connected(beneath, place, len(ranks), 2 * waits.deadline, on_one_host=on_one_host)
-    return Collective(group, len(ranks), waits)
+    group = connected(store, rank, ranks, 2 * waits.deadline, on_one_host=on_one_host)
+    return Collective(group, ranks, waits)
+
+
+def by_nccl(store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective:
+    group = connected_by_nccl(store, rank, ranks, waits.deadline)
+    return Collective(group, ranks, StreamWaits(waits), abort=group.abort)
+
+
+def _passed(step: Event) -> bool:
+    """True once the device has passed it, False after a moment: it spins meanwhile, as at the end of any step."""
+    until = time.monotonic() + POLL.total_seconds()
+    while not step.query():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0)  # other threads may go on
+    return True

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from serving.kernels import int8
+from serving.model.decoder import Decoder
 from serving.model.gated_mlp import GatedMlp
 from serving.model.moe import MoeMlp, route
 from serving.model.quantized_linear import QuantizedLinear
@@ -111,7 +112,31 @@ class VocabularyHead(RankModule):
         ]
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        own_RV = self.head(x_RH)
+        return self.gathered(self.head(x_RH))
+
+    def gathered(self, own_RV: Tensor) -> Tensor:
+        """Of this rank's logits, all tokens'."""
         padded = F.pad(own_RV, (0, max(self.counts) - own_RV.shape[1]))
         parts = self.group.gathered(padded)
         return torch.cat([part[:, :count] for part, count in zip(parts, self.counts, strict=True)], dim=1)
+
+
+class TensorShare:
+    """What a fused step asks of the other ranks, where it reads the weights of these modules and calls none of them
+    (serving.kernels.gpu.decoder.TensorRanks).
+    """
+
+    def __init__(self, embed: VocabularyEmbedding, head: VocabularyHead) -> None:
+        self.embed, self.head = embed, head
+        self.embedded, self.summed, self.gathered = embed.forward, embed.group.sum, head.gathered
+
+    @staticmethod
+    def of(model: Decoder) -> TensorShare | None:
+        """Of a model of which ranks share weights alone, in floats; None for any other that ranks share."""
+        exchanging = [module for module in model.modules() if isinstance(module, RankModule)]
+        if not all(isinstance(one, SummedLinear | VocabularyEmbedding | VocabularyHead) for one in exchanging):
+            return None
+        embed, head = model.embed, model.head
+        if not isinstance(embed, VocabularyEmbedding) or not isinstance(head, VocabularyHead):
+            return None
+        return TensorShare(embed, head)

@@ -254,6 +254,11 @@ def test_in_miniature_nothing_is_judged() -> None:
     assert rows([]) == []
 
 
+def test_a_library_beside_a_kernel_is_on_the_page() -> None:
+    row = kernel_rows({"rows": [{**KERNEL, "share": 0.9, "note": "1.30x FlashInfer's"}]})[0]
+    assert cells(row, miniature=False)[1].endswith(" TOP/s, 1.30x FlashInfer's")
+
+
 def test_texts_are_compared_token_by_token() -> None:
     assert compared([[1, 2], [3]], [[1, 2], [3]]) == {"equal": 2, "of": 2, "differs": ""}
     assert compared([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == {"equal": 1, "of": 2, "differs": "text 1 from token 1 on"}

@@ -20,6 +20,7 @@ from bench.deployments import (
     PRELUDE_SECONDS,
     WARM_TEXTS,
     cases_of,
+    deployments,
     mean_profile,
     pace,
     prelude,
@@ -104,11 +105,16 @@ def test_profiles_are_taken_in_the_mean_and_compared_by_what_a_request_takes() -
 
 
 def test_threads_are_each_workers_own(tmp_path: Path) -> None:
-    embedded, split = DEPLOYMENTS["embedded"], DEPLOYMENTS["split"]
+    embedded, split = deployments(4)["embedded"], deployments(4)["split"]
     assert embedded.flags(tmp_path) == ("--threads", "3") and options_of(asked([])).base[:1] != ("--threads",)
     (tmp_path / "split.toml").write_text(split.placement)
     plan = load_placement(split.flags(tmp_path)[1])
     assert [(group.kind, group.settings["threads"]) for group in plan.workers] == [("prefill", 2), ("decode", 1)]
+    assert {name: each.threads for name, each in deployments(2).items()} == {
+        "embedded": {"mixed": 1},
+        "split": {"prefill": 1, "decode": 1},
+    }
+    assert deployments(1) == deployments(2)
 
 
 def test_runs_share_no_text_with_each_other() -> None:
@@ -184,8 +190,9 @@ async def test_an_ended_measurement_goes_on_where_it_was(measuring: list[str], t
 
     first.ledger.note = once  # type: ignore[method-assign]
     await first.run()
-    learned = [*["warmed", "profiled"] * 3, "simulated 12", "simulated 12"]
-    assert measuring == ["opened split", *learned, *["profiled"] * 3, "simulated 12"]
+    around = ["simulated 12"] * 2  # once the server has ended, and with it the trace of its steps
+    learned = ["opened split", *["warmed", "profiled"] * 3]
+    assert measuring == [*learned, *["profiled"] * 3, *around, "simulated 12"]
     measuring.clear()
     await MeasuredTwice(options_of(asked([*flags])), Premises()).run()
     assert measuring == ["opened split", "warmed", *["profiled"] * 3, "simulated 12"], "what there was is kept"
@@ -203,6 +210,37 @@ async def test_an_ended_measurement_goes_on_where_it_was(measuring: list[str], t
 def learned_token(profile: Path) -> float:
     found: float = json.loads(profile.read_text())["cost"]["token"]
     return found
+
+
+async def test_what_was_learned_in_part_is_learned_again(measuring: list[str], tmp_path: Path) -> None:
+    """A command that was killed has told nothing of what is around the steps, and its trace is written over."""
+    flags = ["--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "1"]
+    twice = MeasuredTwice(options_of(asked([*flags, "--out", str(tmp_path / "found")])), Premises())
+    twice.ledger.note("learned split", {"capacity": {"chat": 1.0}, "profiles": {}, "short": [], "usual": []})
+    twice.write()
+    assert "split" not in json.loads((tmp_path / "found.json").read_text())["learned"]
+    await twice.run()
+    assert measuring[1:7] == ["warmed", "profiled"] * 3
+    assert twice.ledger.notes["learned split"]["capacity"]["chat"] == 100.0
+    assert {"front_ms", "commit_ms"} <= twice.ledger.notes["learned split"].keys()
+
+
+async def test_killed_before_it_knew_what_is_around_the_steps_it_goes_on_from_there(
+    measuring: list[str], tmp_path: Path
+) -> None:
+    """All runs are measured, and the traces are as the servers left them."""
+    flags = ["--deployments", "split", "--workloads", "chat", "--seconds", "0.1", "--rounds", "1"]
+    flags += ["--out", str(tmp_path / "found")]
+    first = MeasuredTwice(options_of(asked(flags)), Premises())
+    await first.run()
+    known = first.ledger.notes["learned split"]
+    left = {name: value for name, value in known.items() if name not in ("front_ms", "commit_ms")}
+    first.ledger.note("learned split", left)
+    measuring.clear()
+    again = MeasuredTwice(options_of(asked([*flags, "--again"])), Premises())
+    await again.run()
+    assert measuring == ["simulated 12"] * 3, "what single requests took, and the run; nothing is measured"
+    assert again.ledger.notes["learned split"].keys() == known.keys()
 
 
 async def test_a_run_is_simulated_by_what_was_learned_at_its_time(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ def _model(path: Path) -> Any:
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """`count` tokens after `prompt`, each the likeliest; end-of-text tokens are ordinary ones."""
+    from transformers import DynamicCache
+
     tokens: list[int] = []
     step: Tensor = torch.tensor([list(prompt)])
-    cache = None
+    # Transformers 5.24 renamed the argument and warns of its old name.
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    kept = {name: DynamicCache(config=model.config)}
     with torch.inference_mode():
         for _ in range(count):
-            out = model(step, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(step, **kept, use_cache=True)
             tokens.append(int(out.logits[0, -1].argmax()))
             step = torch.tensor([[tokens[-1]]])
     return tokens

@@ -76,6 +76,10 @@ class FakeEvent:
         if self.place is not None:
             self.cuda.host_waits(self.place, "event")
 
+    def query(self) -> bool:
+        with self.cuda.lock:
+            return self.place is None or self.place.done
+
 
 @dataclass(frozen=True, slots=True)
 class Counted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -83,14 +84,27 @@ class FakeGraph:
 
     def replay(self) -> None:
         cuda = self.captures.cuda
-        cuda.queue(cuda.current(), self._work)
+        cuda.queue(cuda.current(), self._poison)
+        for work in self.works:
+            if isinstance(work, Again):
+                work.launch()
+            else:
+                cuda.queue(cuda.current(), work)
         cuda.count("replay", cuda.current())
 
-    def _work(self) -> None:
+    def _poison(self) -> None:
         for output in self.captures.outputs:
             output.view(torch.uint8).fill_(POISON)
-        for work in self.works:
-            work()
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a replay launches anew, since it depends on others than this stream."""
+
+    launch: Callable[[], object]
+
+    def __call__(self) -> None:
+        raise AssertionError("it is launched, not done")
 
 
 class MadeOnDevice(TorchFunctionMode):

@@ -34,7 +34,7 @@ def graphed(cuda: GraphingCuda, device_kv: DeviceKV, sizes: GraphSizes | None = 
 
     forward = object.__new__(TritonForward)
     forward.model, forward.device, forward.block_size = Shape(), DEVICE, SIZE  # type: ignore[assignment]
-    forward.kernels = PagedKernels(cuda, device_kv)  # type: ignore[assignment]
+    forward.kernels = forward.launched = PagedKernels(cuda, device_kv)  # type: ignore[assignment]
     forward.graphs = forward.mixed = None
     forward.warm_up(BUDGET, sizes)
     return forward

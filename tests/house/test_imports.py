@@ -104,6 +104,7 @@ DOORS = {
     "huggingface_hub": ("serving/checkpoint/hub.py",),
     "xxhash": ("serving/checkpoint/fingerprint.py", "kvcache/handoff/tree_digest.py", "kvcache/pool/block.py"),
     "triton": ("serving/kernels/gpu/*",),
+    "flashinfer": ("serving/kernels/gpu/flashinfer_prompts.py",),
     "matplotlib": ("deploy/planner/charts.py",),
     "pymoo": ("deploy/planner/front.py",),
 }

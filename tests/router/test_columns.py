@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.candidate import Candidate
-from router.columns import MOST_KEPT, SAMPLED, KeptColumns, WorkerColumns, least
+from router.columns import SAMPLED, KeptColumns, WorkerColumns, least
 from router.goodput import Goodput
+from router.kept import MOST_KEPT
 from router.policy import FleetView
 from router.predict import KnownCosts
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy

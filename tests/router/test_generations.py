@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from router.breaker import BreakerConfig
 from router.candidate import Candidate
-from router.generations import Generation, generations_of, home_of, offer, offer_prefills, ready_workers
+from router.generations import Generation, generations_of, home_of, offer, offer_prefills, pairs_of, ready_workers
 from router.link_costs import LinkCosts
 from router.policies import POLICIES, make_policy
 from router.policy import (
@@ -21,7 +21,6 @@ from router.policy import (
     FleetView,
     able_to_decode,
     able_to_prefill,
-    pairs_of,
     split_only,
     view_for_prefill,
 )

@@ -32,7 +32,8 @@ class Try:
         order = PrefillOrder(order=make_order([1, 2], max_tokens=max_tokens), grant=None)
         self.run = PrefillCall(self.worker, order, self.lease, self.ended)
 
-    def ended(self) -> None:
+    def ended(self, call: PrefillCall) -> None:
+        assert call is self.run
         self.endings += 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.candidate import NOTHING, Dispatched
+from router.candidate import NOTHING, Candidate, Dispatched
 from router.registry import FLIGHT_SECONDS, Registry, Reservation
 from tests.router.scripted import make_status
 
@@ -25,6 +26,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.seen: dict[str, float] = {}
         self.suspected: set[str] = set()
         self.draining: dict[str, bool] = {}
+        self.given: list[tuple[Sequence[Candidate], list[Candidate]]] = []  # by candidates(), and what was in it then
 
     @rule(name=NAMES, draining=st.booleans())
     def report(self, name: str, draining: bool) -> None:
@@ -56,6 +58,29 @@ class RegistryMachine(RuleBasedStateMachine):
         assert self.registry.workers.keys() == self.seen.keys()
         believed = {candidate.status.instance for candidate in self.registry.candidates()}
         assert believed == self.seen.keys() - self.suspected
+
+    @rule(name=NAMES, slow=st.booleans(), work=st.integers(-2, 2))
+    def change(self, name: str, slow: bool, work: int) -> None:
+        self.registry.mark_slow(f"{name}-life", slow)
+        Reservation(self.registry.get(f"{name}-life"), Dispatched(leases=work), lambda: self.now)
+
+    @rule(name=NAMES)
+    def say_that_it_leaves(self, name: str) -> None:
+        self.registry.leaves(f"{name}-life")
+        if f"{name}-life" in self.seen:
+            self.draining[f"{name}-life"] = True
+
+    @invariant()
+    def candidates_are_as_they_are_now(self) -> None:
+        """In the order of the registry, and a list that was given never changes."""
+        listed = self.registry.candidates()
+        entries = [entry for entry in self.registry.workers.values() if not entry.suspect]
+        assert list(listed) == [entry.candidate for entry in entries]
+        for candidate, entry in zip(listed, entries, strict=True):
+            assert (candidate.leases, candidate.slow) == (entry.leases, entry.slow)
+            assert candidate.status is entry.status and candidate.made_at == entry.made_at
+        assert [list(each) for each, _ in self.given] == [then for _, then in self.given]
+        self.given = [*self.given[-3:], (listed, list(listed))]
 
 
 TestRegistry = RegistryMachine.TestCase

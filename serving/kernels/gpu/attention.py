@@ -1,8 +1,8 @@
 """Paged attention: checks its arguments and launches the kernels that the batch's sequences need.
 
-Sequences with one query go to `decode_attention`, which splits their context over programs; those with more to
-`prompt_attention`; each skips the other's. A row's numbers depend on its own sequence alone, whatever else is in the
-batch. A sequence with KV in host memory is alone in its batch: `offloaded_attention`.
+Sequences with several queries go to what attends prompts (`prompts`), then those with one to `decode_attention`, which
+splits their context over programs. With Triton's kernels a row's numbers depend on its own sequence alone, whatever
+else is in the batch. A sequence with KV in host memory is alone in its batch: `offloaded_attention`.
 
 Shapes: T new tokens, Hq query heads, Hkv key-value heads, D head dimensions.
 """
@@ -17,7 +17,8 @@ from serving.kernels.gpu.decode_attention import decode_attention
 from serving.kernels.gpu.launch import FLOATS, require, require_device
 from serving.kernels.gpu.offloaded_attention import offloaded_attention
 from serving.kernels.gpu.planes import Paged
-from serving.kernels.gpu.prompt_attention import LARGEST_GROUP, prompt_attention
+from serving.kernels.gpu.prompt_attention import LARGEST_GROUP
+from serving.kernels.gpu.prompts import PromptStep, TritonStep
 
 WIDEST_HEAD = 256
 
@@ -43,13 +44,16 @@ def paged_attention(
     window: int | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    *,
+    prompts: PromptStep | None = None,
 ) -> Tensor:
     """Causal attention of q [T, Hq, D] over each sequence's own blocks; returns [T, Hq, D] in q's dtype.
 
     Planes are [num_blocks, block_size, Hkv, D] of q's dtype, or int8 with k_scale and v_scale [num_blocks, block_size,
     Hkv] float32; any strides but the last, which is 1. `window` limits a query to that many last tokens, its own
     included. This step's k and v must be written already; of a batch with `offloaded` KV the planes hold the rest. A
-    sequence with a context of 0 gets zeros. ValueError for other shapes and types.
+    sequence with a context of 0 gets zeros. `prompts` attends sequences with several queries, of this batch and over
+    such planes; None: the Triton kernel does. ValueError for other shapes and types.
     """
     paged = Paged(k_plane, v_plane, k_scale, v_scale)
     paged.check()
@@ -67,8 +71,8 @@ def paged_attention(
     if batch.offloaded is not None:
         return offloaded_attention(q, paged, batch, scale, window)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if any(count > 1 for count in batch.query_lens):
+        (prompts or TritonStep(batch)).attend(q, paged, scale, window, out)
     if 1 in batch.query_lens:
         decode_attention(q, paged, batch, scale, window, out)
-    if any(count > 1 for count in batch.query_lens):
-        prompt_attention(q, paged, batch, scale, window, out)
     return out

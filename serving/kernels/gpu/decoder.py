@@ -9,7 +9,8 @@ logits are wanted, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.linear import int8_linear, tune, tuned_tiles
+from serving.kernels.gpu.prompts import PromptAttention, TritonPrompts
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
     Quantized,
@@ -31,12 +33,32 @@ Activation = Tensor | Quantized
 Written = Callable[[int], None]
 
 
+class TensorRanks(Protocol):
+    """The other ranks of a model of which each holds some heads, some of the MLPs' width and some of the vocabulary.
+
+    All ranks compute the same batches in the same order. Nothing here waits for the device.
+    """
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Tokens [T] → their rows [T, H]."""
+        ...
+
+    def summed(self, branch_TH: Tensor) -> Tensor:
+        """The sum over ranks [T, H]."""
+        ...
+
+    def gathered(self, own_RV: Tensor) -> Tensor:
+        """Of this rank's logits, all tokens' [R, V]."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class TritonDecoder:
     """Computes one step at a time over `planes`: k and v of each layer, with int8 also their scales.
 
     `head` may be of a type of its own, which the logits are then computed in. `rotation` [2, positions, P] float32
-    holds cos and sin of each position's angles; a batch with other angles passes them to `logits`.
+    holds cos and sin of each position's angles; a batch with other angles passes them to `logits`. With `ranks` all
+    weights are this rank's shares, of floats, and a bias of what is summed is one rank's alone; no batch has a barrier.
     """
 
     embedding: Tensor
@@ -47,6 +69,8 @@ class TritonDecoder:
     head_dim: int
     rotation: Tensor  # [2, positions, P]
     planes: Sequence[tuple[Tensor, ...]]
+    prompts: PromptAttention = field(default_factory=TritonPrompts)
+    ranks: TensorRanks | None = None
 
     def __post_init__(self) -> None:
         assert len(self.layers) == len(self.planes)
@@ -90,8 +114,9 @@ class TritonDecoder:
     ) -> tuple[Tensor, Tensor | None] | None:
         """What comes out of the last layer [R, H], with the branch that is yet to be added; None: the step has left."""
         cos, sin = angles or self.rotation.index_select(1, batch.positions).unbind()
-        scale = self.head_dim**-0.5
-        x_TH = F.embedding(batch.tokens, self.embedding)
+        assert self.ranks is None or batch.barrier is None, "the other ranks would not hear that this one has left"
+        scale, prompts = self.head_dim**-0.5, self.prompts.step(batch)
+        x_TH = F.embedding(batch.tokens, self.embedding) if self.ranks is None else self.ranks.embedded(batch.tokens)
         branch_TH: Tensor | None = None  # of the layer before, yet to be added
         for index, (layer, planes) in enumerate(zip(self.layers, self.planes, strict=True)):
             if batch.barrier is not None and not batch.barrier.passes(index):
@@ -102,17 +127,20 @@ class TritonDecoder:
             if written is not None:
                 written(index)
             k_plane, v_plane, *scales = planes
-            attended_TH = paged_attention(q_TND, k_plane, v_plane, batch, scale, layer.window, *scales).flatten(1)
+            attended_TND = paged_attention(
+                q_TND, k_plane, v_plane, batch, scale, layer.window, *scales, prompts=prompts
+            )
+            attended_TH = attended_TND.flatten(1)
             if index == len(self.layers) - 1 and len(batch.logits_rows) != len(x_TH):
                 # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
-            branch_TH = self._linear(attended_TH, layer.o)
+            branch_TH = self._summed(attended_TH, layer.o)
             mlp = layer.mlp
             assert isinstance(mlp, MlpWeights)
             normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, mlp.gate_up)
             gate_up = self._linear(normed, mlp.gate_up)
             inner = silu_mul(gate_up, quantized=mlp.down.scale is not None)
-            branch_TH = self._linear(inner, mlp.down)
+            branch_TH = self._summed(inner, mlp.down)
         return x_TH, branch_TH
 
     def tune(self, most_rows: int) -> None:
@@ -139,6 +167,11 @@ class TritonDecoder:
         """rms_norm(x + branch) as `into` takes it, and the sum."""
         return add_rms_norm(x_TH, branch_TH, weight, self.eps, quantized=into.scale is not None)
 
+    def _summed(self, x: Activation, linear: LinearWeights) -> Tensor:
+        """A linear of whose inputs each rank has some."""
+        own = self._linear(x, linear)
+        return own if self.ranks is None else self.ranks.summed(own)
+
     def _linear(self, x: Activation, linear: LinearWeights, out_dtype: torch.dtype | None = None) -> Tensor:
         if linear.scale is None:
             assert isinstance(x, Tensor)
@@ -147,6 +180,10 @@ class TritonDecoder:
         return int8_linear(values, scales, linear.weight, linear.scale, linear.bias, out_dtype or self.dtype)
 
     def _head_logits(self, x: Activation) -> Tensor:
+        own = self._own_logits(x)
+        return own if self.ranks is None else self.ranks.gathered(own)
+
+    def _own_logits(self, x: Activation) -> Tensor:
         """The head's outputs in float32, unrounded where the device can: logits rounded to 8 bits of mantissa tie."""
         weight = self.head.weight
         if self.head.scale is not None:

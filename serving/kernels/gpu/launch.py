@@ -81,3 +81,12 @@ def multiprocessors(device: torch.device) -> int:
         return MULTIPROCESSORS_UNKNOWN
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def device_kind(device: torch.device) -> dict[str, str]:
+    """What measurements of kernels on this device hold for, but for their source: the device, and Triton."""
+    named = {"device": device.type, "capability": "", "triton": str(triton.__version__)}
+    if device.type != "cuda":
+        return named
+    found = torch.cuda.get_device_properties(device)
+    return named | {"device": found.name, "capability": f"{found.major}.{found.minor}"}

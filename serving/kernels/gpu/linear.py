@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from serving.kernels.gpu.launch import (
     FLOATS,
     INTERPRETED,
+    device_kind,
     kernel,
     kernel_of_any,
     multiprocessors,
@@ -83,13 +84,7 @@ def tuned_tiles(device: torch.device) -> TunedTiles:
 
     Triton keeps no configurations that set something up before a launch, as those of the memory accelerator do.
     """
-    found = torch.cuda.get_device_properties(device)
-    kind = {
-        "device": found.name,
-        "capability": f"{found.major}.{found.minor}",
-        "triton": triton.__version__,
-        "source": sha256(Path(__file__).read_bytes()).hexdigest(),
-    }
+    kind = device_kind(device) | {"source": sha256(Path(__file__).read_bytes()).hexdigest()}
     return TunedTiles({"many rows": _many_rows_kernel, "few rows": _few_rows_kernel}, kind)
 
 

@@ -9,10 +9,12 @@ import os
 import signal
 import tracemalloc
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 
 from deploy.simulator import report
+from deploy.simulator import run as run_module
 from deploy.simulator.cluster import ClusterPlan
 from deploy.simulator.command import BreakOff
 from deploy.simulator.outcomes import OutcomeColumns, RequestOutcome, figures
@@ -80,6 +82,35 @@ def test_memory_does_not_grow_with_requests(monkeypatch: pytest.MonkeyPatch) -> 
         tracemalloc.stop()
     assert len(columns) == 410 and not done.outcomes
     assert (held[400] - held[200]) / 200 < 400, "bytes for each further request"
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What refers to itself lies about until all objects are looked at, which among many happens seldom."""
+    plan = ClusterPlan.of(PROFILE, PLACEMENTS[placement], "least_loaded")
+    found: list[object] = []
+    over = [0]
+
+    def ended(outcome: RequestOutcome) -> None:
+        over[0] += 1
+        if over[0] in (20, 60):
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            gc.set_debug(0)
+            found[:] = gc.garbage  # those of the first twenty may be the cluster's own
+            gc.garbage.clear()
+
+    monkeypatch.setattr(run_module, "collecting_seldom", nullcontext)
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(plan, arriving(TRAFFIC["long-mixed"], PROFILE, 70, 0), 10.0, ended=ended, keep=False)
+    finally:
+        gc.enable()
+    assert over[0] == 70
+    assert not Counter(type(each).__name__ for each in found)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -23,7 +23,15 @@ from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.outcomes import RequestOutcome
 from deploy.simulator.profiles import Fitted, Profile
 from deploy.simulator.run import simulate
-from deploy.simulator.step_records import FEWEST_STEPS, Noise, RecordedNoise, VariedStep, read_steps
+from deploy.simulator.step_records import (
+    FEWEST_BESIDE,
+    FEWEST_STEPS,
+    Noise,
+    RecordedNoise,
+    VariedStep,
+    beside_each_other,
+    read_steps,
+)
 from deploy.simulator.texts import ScriptedTexts
 from deploy.simulator.traffic import Lengths, Traffic, TrafficClass, arriving
 from serving.engine.plan import StepRecord
@@ -71,6 +79,9 @@ def test_what_a_worker_traces_is_read_as_multiples_of_its_cost(tmp_path: Path) -
     found = read_steps(traced(tmp_path / "steps.json", steps), COST)
     assert [step.ratio for step in found] == pytest.approx([1 + n % 5 for n in range(FEWEST_STEPS)], rel=1e-3)
     assert [step.prompts for step in found] == [n % 3 == 0 for n in range(FEWEST_STEPS)]
+    assert all(step.began == pytest.approx(1.0) for step in found)
+    lasted = [step.ended - step.began for step in found]
+    assert lasted == pytest.approx([each.step_seconds for each in steps], rel=1e-3)
 
 
 def told(**args: object) -> str:
@@ -78,6 +89,10 @@ def told(**args: object) -> str:
         ("new_tokens", "sequences", "prompt_tokens", "context_tokens", "pairs", "cadence_us"), 1
     )
     return json.dumps({"name": "step", "args": known | args}) + ","
+
+
+def timed(**times: object) -> str:
+    return json.dumps({**json.loads(told()[:-1]), **times}) + ","
 
 
 @pytest.mark.parametrize(
@@ -90,6 +105,7 @@ def told(**args: object) -> str:
         *([told(**args)] * 100 for args in ({"cadence_us": -1}, {"cadence_us": 1e200}, {"cadence_us": math.nan})),
         *([told(**args)] * 100 for args in ({"new_tokens": -100}, {"sequences": 0}, {"prompt_tokens": "many"})),
         *([told(**args)] * 100 for args in ({"pairs": math.nan}, {"pairs": -1e9}, {"context_tokens": math.inf})),
+        *([timed(**at)] * 100 for at in ({"ts": math.nan}, {"ts": "now"}, {"ts": None}, {"dur": -1}, {"dur": 1e300})),
     ],
 )
 def test_what_is_no_trace_of_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
@@ -121,7 +137,7 @@ def test_workers_with_the_same_steps_keep_them_once() -> None:
         cluster = SimulatedCluster(plan, ScriptedTexts({}), 0)
         tracemalloc.start()
         try:
-            noises = [cluster._noise(Role.MIXED, seed) for seed in range(20)]
+            noises = [cluster._noise(Role.MIXED, seed, str(seed)) for seed in range(20)]
             return tracemalloc.get_traced_memory()[0] // len(noises)
         finally:
             tracemalloc.stop()
@@ -158,6 +174,67 @@ def test_a_slow_spell_stays_one() -> None:
     followed = [after for before, after in pairwise(drawn) if before == 3.0]
     assert np.mean([after == 3.0 for after in followed]) > 0.95
     assert 0.3 < np.mean([each == 3.0 for each in drawn]) < 0.7
+
+
+# ---- workers on the same cores ------------------------------------------------------------------------------------
+
+RUNS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 8)), max_size=40)
+
+
+@given(prefill=RUNS, decode=RUNS)
+def test_a_step_is_beside_another_workers_that_had_not_ended_when_it_began(
+    prefill: list[tuple[int, int]], decode: list[tuple[int, int]]
+) -> None:
+    recorded = {
+        role: [VariedStep(1.0, True, float(at), float(at + lasted)) for at, lasted in runs]
+        for role, runs in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+    }
+    found = beside_each_other(recorded)
+    for role, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
+        assert [step.ratio for step in found[role]] == [1.0] * len(recorded[role])
+        for step in found[role]:
+            among = [each for each in recorded[other] if each.began <= step.began < each.ended]
+            at_once = [each for each in recorded[other] if each.began == step.began]  # either may be called the first
+            assert step.beside == bool(among) or at_once
+    (alone,) = beside_each_other({Role.MIXED: recorded[Role.PREFILL]}).values()
+    assert not any(step.beside for step in alone)
+
+
+def test_a_step_beside_another_worker_takes_as_long_as_such_steps_took() -> None:
+    steps = [VariedStep(2.0 if n % 4 else 1.0, True, beside=n % 4 > 0) for n in range(100)]
+    others = True
+    noise = RecordedNoise(steps, 1).again(2, lambda: others)
+    assert {noise(True) for _ in range(200)} == {2.0}
+    others = False
+    assert {noise(True) for _ in range(200)} == {1.0}
+    assert noise(False) == 1.0, "a kind that was not recorded"
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_too_few_steps_beside_another_worker_say_nothing_of_their_own(others: bool) -> None:
+    steps = [VariedStep(2.0 if n < FEWEST_BESIDE - 1 else 1.0, True, beside=n < FEWEST_BESIDE - 1) for n in range(100)]
+    noise = RecordedNoise(steps, 1).again(2, lambda: others)
+    assert {noise(True) for _ in range(2000)} == {1.0, 2.0}
+
+
+def test_simulated_workers_slow_each_other_down_as_recorded_ones_did() -> None:
+    """A prompt that comes while another worker decodes takes twice as long as one that comes alone."""
+    steps = tuple(
+        VariedStep(2.0 if beside else 1.0, kind, beside=beside) for kind in (True, False) for beside in (True, False)
+    )
+    steps_of = dict.fromkeys((Role.PREFILL, Role.DECODE), steps * FEWEST_BESIDE)
+    plan = ClusterPlan.of(PROFILE, (Role.PREFILL, Role.DECODE), "least_loaded", noise=0.0)
+    lone = Traffic(name="lone", classes=(TrafficClass(prompt=Lengths(256, 0.0), output=Lengths(64, 0.0)),))
+
+    def ttfts(plan: ClusterPlan, rate: float) -> list[float]:
+        return [each.ttft for each in simulate(plan, arriving(lone, PROFILE, 12, 3), rate, seed=1).outcomes]
+
+    apart, busy = 0.02, 1.5
+    recorded = dataclasses.replace(plan, steps_of=steps_of)
+    assert ttfts(recorded, apart) == pytest.approx(ttfts(plan, apart), rel=1e-6)
+    slower = np.array(ttfts(recorded, busy)) / np.array(ttfts(plan, busy))
+    assert slower.min() > 1 - 1e-6 and slower[0] == pytest.approx(1.0), "the first comes alone"
+    assert (slower > 1.7).sum() >= 4, "these came while a text was decoded"
 
 
 # ---- a machine whose cores are taken now and then ---------------------------------------------------------------

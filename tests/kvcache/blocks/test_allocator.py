@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.allocator import MOST_ENTRIES, BlockAllocator
 from serving.errors import NoRoom
 
 KEYS = [bytes([n]) * 4 for n in range(6)]
@@ -115,6 +115,30 @@ def test_a_matched_prefix_becomes_the_last_to_be_evicted() -> None:
     allocator.acquire(allocator.match(KEYS[:1]))
     allocator.release(old)
     assert allocator.allocate(1) == new
+
+
+def test_a_prefix_that_is_taken_over_and_over_fills_no_memory() -> None:
+    """The order of eviction has entries that are passed over: they do not pile up, and the order stays."""
+    allocator = BlockAllocator(8, 4)
+    table, keys = allocator.allocate(6), [bytes([n]) for n in range(6)]
+    for block, key in zip(table, keys, strict=True):
+        allocator.publish(block, key)
+    allocator.release(table)
+    for turn in range(1000):
+        hot = allocator.match(keys[: 1 + turn % 3])
+        allocator.acquire(hot)
+        allocator.release(hot)
+        assert len(allocator._released) <= MOST_ENTRIES * 8
+    assert allocator.check([]) == 0
+    wanted = [table[5], table[4], table[3], table[2], table[1], table[0]]
+    allocator.allocate(2)
+    assert [allocator.allocate(1)[0] for _ in wanted] == wanted
+
+
+def test_a_free_block_cannot_be_acquired() -> None:
+    allocator = BlockAllocator(2, 4)
+    with pytest.raises(AssertionError, match="free"):
+        allocator.acquire([0])
 
 
 def test_check_counts_the_references_nobody_accounts_for() -> None:

@@ -87,7 +87,7 @@ async def test_requests_that_cannot_be_served(tokenizer: Tokenizer) -> None:
     script = ScriptedGenerate(saying(tokenizer, "x"))
     async with listening(app_of(script, tokenizer, max_body_size=4096)) as port, client_at(port) as client:
         with pytest.raises(anthropic.NotFoundError) as unknown:
-            await client.messages.create(model="claude-opus-4-5", max_tokens=9, messages=HELLO)
+            await client.messages.create(model="another-model", max_tokens=9, messages=HELLO)
         with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]: 'image' is not supported"):
             image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
             await client.messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": [image]}])

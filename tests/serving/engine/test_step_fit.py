@@ -14,7 +14,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from serving.engine.step_fit import COEFFICIENTS, KEPT, LONGEST, SHORTEST, StepFit, solve_nonnegative, vector
+from serving.engine.step_fit import (
+    COEFFICIENTS,
+    JUDGED,
+    KEPT,
+    LONGEST,
+    RECENT,
+    SAMPLE,
+    SHORTEST,
+    SPARE,
+    StepFit,
+    solve_nonnegative,
+    vector,
+)
 from serving.step_cost import StepCost, StepLoad
 
 GUESS = StepCost(fixed=2e-3, token=2e-4, pair=5e-8, sequence=2e-4, context=5e-7)
@@ -256,6 +268,16 @@ def test_only_the_newest_steps_of_a_bucket_are_kept() -> None:
         fit.observe(load, float(seconds), prompts=True)
     fit.refit(0.0)
     assert fit.cost.samples == KEPT and fit.cost.seconds(load) == pytest.approx(990, rel=0.03)
+
+
+def test_what_is_kept_does_not_grow_with_the_steps() -> None:
+    """A simulated cluster has a thousand of these: 48 bytes a step of those kept, and a number for each residual."""
+    machine = Machine(GUESS, noise=0.1)
+    machine.run(3000)
+    fit = machine.fit
+    assert {len(bucket) for bucket in fit._buckets.values()} <= {SAMPLE.size * count for count in range(1, KEPT + 1)}
+    assert all(len(kind.steps) == RECENT * SAMPLE.size for kind in fit._recent)
+    assert all(len(kind.residuals) == JUDGED and len(kind._residuals) < JUDGED + SPARE for kind in fit._recent)
 
 
 def test_the_error_is_that_of_predictions_made_before_and_told_by_kind() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +75,9 @@ class Scripted:
                 self.max_position = max_position
                 script.made.append(self)
 
+            def choose_prompts(self, backend: str, most_tokens: int) -> None:
+                self.attention = backend, most_tokens
+
             def warm_up(self, most_tokens: int, graphs: GraphSizes | None) -> None:
                 self.most_tokens, self.graphs = most_tokens, graphs
 
@@ -99,6 +102,7 @@ def test_cuda_gets_triton_with_graphs_of_what_the_worker_may_hold(model: LoadedM
     made = make_forward(model, OnCuda().planes, EngineConfig(max_num_seqs=5, max_num_batched_tokens=48), 600)
     assert scripted.made == [made]
     assert (made.max_position, made.most_tokens) == (600, 48)
+    assert made.attention == ("auto", 48)
     mixed = MixedSizes(sequences=(5,), contexts=(600,), tokens=(48,))
     assert made.graphs == GraphSizes(sequences=(1, 2, 4, 5), contexts=(600,), mixed=mixed)
 
@@ -124,6 +128,21 @@ def test_what_triton_cannot_do_is_done_by_torch(
     with pytest.raises(ValueError, match="triton is not installed"):
         make_forward(model, OnCuda().planes, EngineConfig(kernels="compiled"), 64)
     assert scripted.made == []
+
+
+def test_a_demanded_attention_backend_is_had_or_told_of(
+    model: LoadedModel, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demanded = EngineConfig(attention_backend="flashinfer", max_num_batched_tokens=48)
+    assert make_forward(model, OnCuda().planes, demanded, 600).attention == ("flashinfer", 48)
+    scripted.reason = "it is too wide"
+    with pytest.raises(ValueError, match="--attention-backend flashinfer: it is too wide; choose --attention-backend"):
+        make_forward(model, OnCuda().planes, demanded, 600)
+    with pytest.raises(ValueError, match="--attention-backend flashinfer: as asked for"):
+        make_forward(model, OnCuda().planes, replace(demanded, kernels="torch"), 600)
+    on_cpu = DeviceKV(SPEC.kv_layers("float32"), 4, 16).planes
+    with pytest.raises(ValueError, match="--attention-backend flashinfer: it computes on CUDA alone"):
+        make_forward(model, on_cpu, demanded, 64)
 
 
 def test_other_devices_have_torch(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from serving.kernels import gpu
+from serving.kernels.gpu import decoder
 from serving.kernels.gpu.linear import input_splits
+from serving.kernels.layer_weights import LinearWeights
 from tests.serving.kernels.gpu.formulas import CLOSE, error, int8_linear
 
 
@@ -69,6 +71,48 @@ def test_no_rows(device: torch.device) -> None:
 def test_tuning_covers_every_kind_of_batch(device: torch.device) -> None:
     _, _, weight, weight_scales, bias = layer(1, 64, 8, device)
     gpu.tune(weight, weight_scales, bias, 70, torch.float32)
+
+
+class OnCuda:
+    """As much of an embedding on a GPU as tuning asks for."""
+
+    is_cuda, device, dtype = True, torch.device("cuda"), torch.bfloat16
+
+
+class KeptTiles:
+    """What a process before this one has chosen, and how often this one writes it down."""
+
+    def __init__(self, before: int) -> None:
+        self.before, self.chosen, self.kept = before, 0, 0
+
+    def restore(self) -> int:
+        self.chosen = self.before
+        return self.before
+
+    def keep(self) -> None:
+        self.kept += 1
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_second_start_times_nothing(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept is there before anything is tuned, and is written again only if there is more of it."""
+    kept = KeptTiles(before)
+    monkeypatch.setattr(decoder, "tuned_tiles", lambda _: kept)
+    monkeypatch.setattr(decoder, "tune", lambda *_: setattr(kept, "chosen", max(kept.chosen, 1)))
+    _, _, weight, scale, _ = layer(1, 64, 8, torch.device("cpu"))
+    norm = torch.ones(64)
+    made = decoder.TritonDecoder(
+        embedding=OnCuda(),  # type: ignore[arg-type]
+        layers=[],
+        final_norm=norm,
+        head=LinearWeights(weight=weight, scale=scale),
+        eps=1e-5,
+        head_dim=16,
+        rotation=norm,
+        planes=[],
+    )
+    made.tune(70)
+    assert (kept.chosen, kept.kept) == (1, 1 - before)
 
 
 def test_what_is_refused(device: torch.device) -> None:

@@ -1,0 +1,135 @@
+"""Ranks that share weights and compute by the Triton kernels, against one process: logits and KV.
+
+The interpreter runs one kernel of a process at a time, so the ranks, threads here, take turns between exchanges.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcache.memory.device import DeviceKV
+from serving.forward.forward import EagerForward
+from serving.model.decoder import Decoder
+from serving.parallel.applying import apply_parallel
+from serving.parallel.collective import Collective
+from serving.parallel.holding import hold_share
+from serving.parallel.layout import ParallelLayout
+from tests.serving.forward.test_triton_forward import (
+    BIASES,
+    BLOCK_SIZE,
+    BLOCKS,
+    CASES,
+    ROOT,
+    Case,
+    error,
+    runs_here,
+    step_of,
+    tiny,
+    triton_forward,
+)
+from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
+from tests.serving.parallel.groups import Threads
+
+__all__ = ["triton_forward"]  # the fixture
+
+LAYOUT = ParallelLayout(tensor=2)
+SHARED = {"float32": CASES["float32"], "bfloat16": CASES["bfloat16"], "biases": Case(changes=tuple(BIASES.items()))}
+
+
+class Turns:
+    """Lets one rank compute at a time, and all of them exchange."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.lock = Lock()
+        run = Collective._run
+
+        def exchanging(group: Collective, *arguments: Any) -> None:
+            self.lock.release()
+            try:
+                run(group, *arguments)
+            finally:
+                self.lock.acquire()
+
+        patch.setattr(Collective, "_run", exchanging)
+
+
+def share_of(case: Case, threads: Threads, rank: int) -> Decoder:
+    model = tiny(case)
+    hold_share(model, LAYOUT, rank)
+    return apply_parallel(model, threads.ranks[rank])
+
+
+@runs_here
+@pytest.mark.skipif(not INTERPRETED, reason="ranks of one process are threads of one device")
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_compute_what_one_process_does(
+    triton_forward: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = SHARED[name]
+    close = max(1e-5, 2 * case.close if case.dtype == "bfloat16" else 0.0)  # shares are rounded before they are summed
+    whole = tiny(case)
+    alone = EagerForward(whole, DeviceKV(whole.spec.kv_layers(case.dtype), BLOCKS, BLOCK_SIZE).planes)
+    steps = [
+        step_of([[*range(13)], [*range(20, 26)]], [0, 0]),
+        step_of([[40], [*range(26, 35)]], [13, 6]),
+        step_of([[41], [42]], [14, 15]),
+    ]
+    with torch.inference_mode():
+        expected = [alone.logits(batch, None) for batch in steps]
+    with Threads(LAYOUT) as threads:
+        turns = Turns(monkeypatch)
+
+        def run(rank: int) -> tuple[list[Tensor], Sequence[tuple[Tensor, ...]]]:
+            with turns.lock, torch.inference_mode():
+                model = share_of(case, threads, rank)
+                planes = DeviceKV(model.spec.kv_layers(case.dtype), BLOCKS, BLOCK_SIZE).planes
+                assert triton_forward.supports(model, case.dtype, planes[0]) is None
+                forward = triton_forward.TritonForward(model, planes, whole.spec.max_position)
+                return [forward.logits(batch, None) for batch in steps], planes
+
+        found = threads.each(run)
+    for one, other, wanted in zip(found[0][0], found[1][0], expected, strict=True):
+        assert torch.equal(one, other) and one.shape == wanted.shape and one.dtype is torch.float32
+        assert error(one, wanted) < close
+    for layer, wanted_planes in enumerate(alone.planes):
+        for plane, wanted in enumerate(wanted_planes):
+            heads = torch.cat([planes[layer][plane] for _, planes in found], dim=2)
+            assert wanted.any() and error(heads, wanted) < close
+
+
+@runs_here
+def test_other_shares_are_left_to_the_modules(triton_forward: ModuleType) -> None:
+    """Integers are summed before they are scaled, which the kernels do not; stages and shared rows are others' too."""
+    for case, layout in (
+        (CASES["int8"], LAYOUT),
+        (CASES["float32"], ParallelLayout(sequence=2)),
+        (CASES["float32"], ParallelLayout(pipeline=2)),
+    ):
+        with Threads(layout) as threads:
+            model = tiny(case)
+            hold_share(model, layout, 0)
+            apply_parallel(model, threads.ranks[0])
+            planes = DeviceKV(model.spec.kv_layers("float32"), 1, BLOCK_SIZE).planes
+            assert "those of shared weights in floats alone" in (
+                triton_forward.supports(model, "float32", planes[0]) or ""
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
+def test_all_of_it_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
