@@ -22,6 +22,7 @@ from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
 FLOOR = 32  # prompt tokens of LEAN_STEPS steps together at least, whatever decodes
 LEAN_STEPS = 8
 RISE = 0.02  # of a text's slack, that each of its tokens adds to what is kept for the model's error, until it is enough
+ENOUGH = 32  # tokens that may still follow, of a text that keeps less than that
 YIELD_SHARE = 0.6  # of the TPOT of more important sequences that less important prompts may slow them down to
 MOST_KEPT = 16.0  # TPOTs of slack that are kept for more important prompts at most
 HURRY_SHARE = 0.2  # of a TTFT objective that a step may take where the next prompt with it would go first,
@@ -76,7 +77,8 @@ class SlackChunks(Chunking):
 
     At most the step's budget. What a sequence is early by may be used, but for what the model's error may take, and no
     step is longer than GAP of its TPOTs. TPOT is a mean, and what one step takes too long others make up for: of a text
-    that has only begun nothing is kept, and with each token RISE of its slack more. One that has missed its objectives,
+    that has only begun nothing is kept, and with each token RISE of its slack more, unless fewer than ENOUGH tokens may
+    follow. One that has missed its objectives,
     or could not catch up any more, is bounded by GAP alone; a TPOT below what a step of the sequence alone takes counts
     as that.
 
@@ -134,7 +136,7 @@ class SlackChunks(Chunking):
                 tightest = tpot
             slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
             kept = RISE * (length - seq.start)
-            slack *= 1.0 - kept if kept < most_kept else certain
+            slack *= 1.0 - kept if kept < most_kept and _long(seq) else certain
             if slack < early:
                 early = slack
         rows = len(plan.work)
@@ -143,10 +145,19 @@ class SlackChunks(Chunking):
         if tightest == inf:
             return
         pause = GAP * tightest * certain
-        self._pace = tightest if early < inf else pause
+        self._pace = pause if early == inf else tightest if tightest > self._alone else self._slow_pace(plan, model)
         self._plan, self._seconds = plan, min(early, pause)
         if self._seconds < self._alone:
             self._seconds = hopeful_slack(plan, now, model, self._alone)
+
+    def _slow_pace(self, plan: StepPlan, model: StepCost) -> float:
+        """The pace where a TPOT is no longer than a step without prompts: who has such a one bounds pauses alone."""
+        goals = [(len(work.seq.tokens), work.seq.objectives.tpot) for work in plan.work]
+        missed = [(length, tpot) for length, tpot in goals if tpot <= self._alone]
+        kept = [tpot for _, tpot in goals if tpot > self._alone]
+        longest = GAP * _certain(model)
+        pauses = [longest * max(tpot, model.seconds(StepLoad(1, length, 1, length))) for length, tpot in missed]
+        return min(kept + pauses)
 
     def usual(self, plan: StepPlan) -> int:
         if self._pace == inf or self._model is None:
@@ -231,7 +242,7 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
             slack = goals.slack(length, now)
             pause = tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length)))
             pause *= GAP * certain
-            used = max(certain, 1.0 - RISE * (length - seq.start))
+            used = max(certain, 1.0 - RISE * (length - seq.start)) if _long(seq) else certain
             least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack * used)
     return least
 
@@ -259,6 +270,11 @@ def _hopeless(seq: SequenceState, slack: float, alone: float) -> bool:
     """True if the sequence is late and cannot catch up."""
     left = seq.request.sampling.max_tokens - seq.output_len
     return slack - alone + (left - 1) * (seq.objectives.tpot - alone) < 0.0
+
+
+def _long(seq: SequenceState) -> bool:
+    """True if enough tokens may follow to make up for steps that take longer than predicted."""
+    return seq.request.sampling.max_tokens - seq.output_len >= ENOUGH
 
 
 def _certain(model: StepCost) -> float:

@@ -10,7 +10,7 @@ can be, the longest of them. Ageing bounds how long anyone is passed by.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heappop, heappush
+from heapq import heappush, heapreplace
 from math import inf
 from typing import Protocol
 
@@ -129,10 +129,11 @@ def left_out(
     levels: Mapping[SequenceState, float],
     now: float,
 ) -> set[SequenceState]:
-    """Those that will be late, as few as can be, if each takes so many `seconds` and they go behind their level.
+    """Those that will be late, if each takes so many `seconds` and they go behind their level.
 
-    The queue is in order of level and due time. Nobody is left out for a prompt of another level, and none that has no
-    objective: it is treated as due at a time, and no objective is missed if it is late.
+    As few as can be where all have objectives. The queue is in order of level and due time. Nobody is left out for a
+    prompt of another level, nor for one that would be late all the same, and none that has no objective: it is treated
+    as due at a time, and no objective is missed if it is late.
     """
     found = set[SequenceState]()
     level, end, whole = -inf, now, now  # whole: when all of the levels before, and of this one, are computed
@@ -145,11 +146,15 @@ def left_out(
         due = seq.objectives.due
         if due == inf:
             continue
-        heappush(kept, (-seconds[seq], place))
+        own = -seconds[seq], place
         if end > due:
-            longest, at = heappop(kept)
-            end += longest
-            found.add(queue[at])
+            longest = kept[0] if kept and kept[0] < own and end + kept[0][0] <= due else own
+            if longest is not own:
+                heapreplace(kept, own)
+            end += longest[0]
+            found.add(queue[longest[1]])
+        else:
+            heappush(kept, own)
     return found
 
 

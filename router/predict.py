@@ -13,7 +13,7 @@ from itertools import chain
 from statistics import median
 
 from router.calibration import Drift
-from router.candidate import Candidate, QueuedPrompt
+from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, less_likely, sure_ratio, within
 from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost
@@ -107,40 +107,42 @@ def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
 
 
 def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
-    """Until this prompt is begun: those it does not pass, of all that are to be in time.
+    """Until this prompt is begun: those it does not pass, of all that wait.
 
-    A worker computes first what is due first, and last what will be late in any case (prefill.ordering). The router
-    knows that of the prompts it has sent, each of which counts whole until its first token comes; what others have sent
-    is taken to be spread likewise.
+    A worker computes first what is due first, and last of a level what will be late in any case (prefill.ordering). The
+    router knows that of the prompts it has sent, each of which counts until its first token comes; what others have
+    sent is taken to be spread likewise, and to go first where none of its own can be in time.
     """
     left = backlog_seconds(worker, cost, now)
     if not worker.queued:
         return left
     ahead = in_time = every = 0.0
     for other in worker.queued:
-        seconds = other.seconds
+        seconds = other.seconds * other.share
         every += seconds
-        if now + seconds <= other.due:
+        if now + other.seconds <= other.due:
             in_time += seconds
-            if _before(other, prompt):
-                ahead += seconds
+        if _passed_by(other, prompt, now):
+            ahead += seconds
     others = left - every
-    return ahead + others * (ahead / in_time if in_time else 1.0) if others > 0.0 else ahead
+    return ahead + others * (ahead / every if in_time else 1.0) if others > 0.0 else ahead
 
 
 def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
     """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
     if not worker.queued:
         return 0.0
-    waiting = [other for other in worker.queued if now + other.seconds <= other.due]
-    behind = [other for other in waiting if not _before(other, prompt)]
-    if not behind:
-        return 0.0
-    ends = drift.factor * sum(other.seconds for other in waiting if _before(other, prompt))
+    ends, behind = 0.0, list[tuple[int, float, QueuedPrompt]]()
+    for other in worker.queued:
+        if _passed_by(other, prompt, now):
+            ends += drift.factor * other.seconds * other.share
+        elif now + other.seconds <= other.due:
+            behind.append((_level(other, now), _due(other, now), other))
     lost, added = 0.0, drift.factor * prompt.seconds
-    for other in sorted(behind, key=lambda each: (each.priority, each.due)):
-        ends += drift.factor * other.seconds
-        lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
+    for _, due, other in sorted(behind):
+        ends += drift.factor * other.seconds * other.share
+        if due > now:
+            lost += within(due - now, ends, drift.error) - within(due - now, ends + added, drift.error)
     return max(0.0, lost)
 
 
@@ -161,7 +163,7 @@ def newcomers_lost(
             continue
         alone, first, in_time = seconds * factor, 0.0, 1.0
         if priority == prompt.priority:
-            first, in_time = max(0.0, prompt.due - now - limit), chance
+            first, in_time = max(0.0, _due(prompt, now) - now - limit), chance
         behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
         if behind and in_time > NEVER:
             before = waits + alone
@@ -173,8 +175,26 @@ def newcomers_lost(
     return lost
 
 
-def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:
-    return (other.priority, other.due) <= (prompt.priority, prompt.due)
+def _passed_by(other: QueuedPrompt, prompt: QueuedPrompt, now: float) -> bool:
+    """True if a prompt that waits is computed before one that comes now: of the same level only if it can be in time.
+
+    What has no objective is late for none.
+    """
+    level = _level(other, now)
+    if level != prompt.priority:
+        return level < prompt.priority
+    return now + other.seconds <= other.due and _due(other, now) <= _due(prompt, now)
+
+
+def _level(prompt: QueuedPrompt, now: float) -> int:
+    """Its priority, raised by a class for each AGE that it has waited, as workers do (prefill.ordering)."""
+    waited = now - prompt.at if prompt.at is not None else 0.0
+    return prompt.priority - STEP * int(waited / AGE) if waited >= AGE else prompt.priority
+
+
+def _due(prompt: QueuedPrompt, now: float) -> float:
+    """When it is due, or treated as due."""
+    return prompt.due if prompt.due < math.inf else (now if prompt.at is None else prompt.at) + UNHURRIED
 
 
 def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:

@@ -54,7 +54,6 @@ class RegisteredWorker:
     busy_until: float = 0.0
     decoding: Share = field(default_factory=Share)  # of its leases, those that decode
     in_time: ArrivalRates = field(default_factory=ArrivalRates)  # prompts whose first tokens came in time from here
-    _changed: float = 0.0  # when something was sent or heard last
     _sent: deque[tuple[float, Dispatched]] = field(default_factory=deque)
     _prompts: deque[Reservation] = field(default_factory=deque)  # sent since the status was made
     _queued: dict[Reservation, QueuedPrompt] = field(default_factory=dict)  # sent, and without a first token
@@ -63,7 +62,6 @@ class RegisteredWorker:
 
     def __post_init__(self) -> None:
         self.busy_until = self.made_at + self.status.waiting_seconds
-        self._changed = self.seen
 
     def _changed(self) -> None:
         """The worker is seen anew when it is next asked for."""
@@ -73,7 +71,6 @@ class RegisteredWorker:
     def sent(self, work: Dispatched, now: float) -> None:
         """The router has sent this work, or knows that it is over where `work` is negative."""
         self.leases += work.leases
-        self._changed = now
         self._sent.append((now, work))
         self.newer += work
         self._changed()
@@ -83,7 +80,7 @@ class RegisteredWorker:
         self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
         self._prompts.append(prompt)
         if prompt.turn is not None:
-            self._queued[prompt] = QueuedPrompt(*prompt.turn, prompt.work.prompt_seconds)
+            self._queued[prompt] = QueuedPrompt(*prompt.turn, prompt.work.prompt_seconds, prompt.at)
 
     def left(self, prompt: Reservation, now: float, *, computed: bool) -> None:
         """A prompt has left the queue. Those behind it are as early, or as late, as it was; one that was not computed
@@ -103,7 +100,6 @@ class RegisteredWorker:
         """A heartbeat: what was sent before its status was made is part of it."""
         self.decoding.look(status.running, status.leases, made_at)
         self.status, self.seen, self.made_at, self.suspect = status, now, made_at, False
-        self._changed = now
         while self._sent and self._sent[0][0] < made_at - FLIGHT_SECONDS:
             self.newer += -self._sent.popleft()[1]
         if not self._sent:
@@ -113,7 +109,19 @@ class RegisteredWorker:
         self.busy_until = made_at + status.waiting_seconds
         for prompt in self._prompts:
             self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
+        self._share(made_at - FLIGHT_SECONDS)
         self._changed()
+
+    def _share(self, until: float) -> None:
+        """What was sent before takes no longer than the worker says, which knows what prompts share steps.
+
+        They were counted with those of them whose first tokens have come since.
+        """
+        every = sum(prompt.seconds for prompt in self._queued.values()) - self.newer.prompt_seconds
+        share = min(1.0, self.status.waiting_seconds / every) if every > 0.0 else 1.0
+        for sent, prompt in self._queued.items():
+            if sent.at < until and prompt.share != share:
+                self._queued[sent] = prompt._replace(share=share)
 
     def leaves(self) -> None:
         self.status = replace(self.status, draining=True)
@@ -122,16 +130,6 @@ class RegisteredWorker:
     def mark_slow(self, slow: bool) -> None:
         self.slow = slow
         self._changed()
-
-    def _in_time_until(self) -> float:
-        """When the prompts are computed that can still be in time: the worker computes the others last."""
-        now, every, late = self._changed, 0.0, 0.0
-        for prompt in self._queued.values():
-            every += prompt.seconds
-            if now + prompt.seconds > prompt.due:
-                late += prompt.seconds
-        left = self.busy_until - now
-        return now + left * (1.0 - late / every) if late and left > 0.0 else self.busy_until
 
     @property
     def candidate(self) -> Candidate:
@@ -142,7 +140,7 @@ class RegisteredWorker:
                 self.newer,
                 self.leases,
                 self.made_at,
-                self._in_time_until(),
+                self.busy_until,
                 self.slow,
                 tuple(self._queued.values()),
                 self.decoding.share,

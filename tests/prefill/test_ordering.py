@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, left_out
+from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, due_of, left_out
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
@@ -112,6 +112,34 @@ def test_a_prompt_without_objectives_is_left_out_for_nobody() -> None:
     assert in_order([due, plain], 0.0) == [1, 0]
     queue = [plain, due]
     assert left_out(queue, {plain: 5.0, due: 0.1}, dict.fromkeys(queue, 0), 0.0) == {due}
+
+
+def test_one_that_is_late_anyhow_takes_nobody_with_it() -> None:
+    """It waits for what has no objective: leaving out the others would not help it."""
+    good = [prompt(first_token_in=due) for due in (2.0, 3.0)]
+    plain = prompt(at=-UNHURRIED + 4.0)
+    hopeless = [prompt(first_token_in=due) for due in (5.0, 5.1)]
+    queue = [*good, plain, *hopeless]
+    seconds = dict(zip(queue, (1.0, 1.0, 50.0, 0.5, 0.5), strict=True))
+    assert left_out(queue, seconds, dict.fromkeys(queue, 0), 0.0) == set(hopeless)
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts=st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(-1.0, 6.0), st.booleans()), max_size=8))
+def test_beside_prompts_without_objectives(prompts: list[tuple[float, float, bool]]) -> None:
+    """Those that are kept are in time, and one prompt more leaves no fewer in time."""
+    queue = [prompt(first_token_in=due) if hurried else prompt(at=due - UNHURRIED) for _, due, hurried in prompts]
+    seconds = {seq: each[0] for seq, each in zip(queue, prompts, strict=True)}
+    queue.sort(key=due_of)
+    late = left_out(queue, seconds, dict.fromkeys(queue, 0.0), 0.0)
+    hurried = [seq for seq in queue if seq.objectives.due < inf]
+    assert late <= set(hurried) and in_time([seq for seq in queue if seq not in late], seconds, 0.0)
+    for place, seq in enumerate(queue):
+        if seq.objectives.due < inf:
+            before = [other for other in queue[:place] if other.objectives.due < inf]
+            known = left_out(queue[: place + 1], seconds, dict.fromkeys(queue, 0.0), 0.0)
+            earlier = left_out(queue[:place], seconds, dict.fromkeys(queue, 0.0), 0.0)
+            assert len(before) - len(earlier) <= len(before) + 1 - len(known)
 
 
 @settings(max_examples=300, deadline=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import exp, inf, log2, sqrt
 
 from router.calibration import URGENCIES, Calibration, Drift
-from router.candidate import Candidate, QueuedPrompt
+from router.candidate import UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
@@ -237,7 +237,8 @@ def newcomers_missed(
             continue
         alone, first, in_time = kind.seconds * factor, 0.0, 1.0
         if kind.priority == prompt.priority:
-            first, in_time = max(0.0, prompt.due - now - kind.limit), chance
+            due_in = prompt.due - now if prompt.due < inf else UNHURRIED
+            first, in_time = max(0.0, due_in - kind.limit), chance
         behind = max(0.0, waits + taken - first)
         if behind and in_time > NEVER:
             early = within(kind.limit, waits + alone, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -209,7 +210,14 @@ def test_a_choice_among_many_workers_is_quick() -> None:
 
 # ---- who passes whom in a queue ------------------------------------------------------------------------------------
 
-QUEUED = st.builds(QueuedPrompt, st.integers(-1, 1), st.floats(-5.0, 20.0), st.floats(0.001, 3.0))
+QUEUED = st.builds(
+    QueuedPrompt,
+    st.integers(-1, 1),
+    st.floats(-5.0, 20.0) | st.just(inf),
+    st.floats(0.001, 3.0),
+    st.floats(-90.0, 0.0) | st.none(),
+    st.floats(0.0, 1.0),
+)
 
 
 def test_a_prompt_that_is_due_soon_does_not_wait_for_those_that_are_not() -> None:
@@ -273,9 +281,11 @@ async def test_the_router_knows_the_prompts_it_has_sent_until_their_first_token(
     seen = [entry.candidate.queued async for _ in world.router.generate(request)]
     assert seen and all(queued == () for queued in seen)
     reserved = world.fleet.reserve(entry.candidate, Dispatched(prompt_tokens=9, prompt_seconds=0.5), (3, 7.0))
-    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5),)
+    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5, at=100.0),)
     world.fleet.heartbeat(entry.status)
-    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5),), "a heartbeat does not say that it is computed"
+    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5, at=100.0),), (
+        "a heartbeat does not say that it is computed"
+    )
     reserved.release()
     assert list(entry.candidate.queued) == []
     await world.fleet.close()

@@ -60,16 +60,16 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
     "two routers": lambda: outcomes((MIXED,) * 4, rate=30.0, routers=2),
 }
 GOLDEN = {
-    "mixed": "cea7f3b4df55ce18",
+    "mixed": "c0dc5b4f1c85f464",
     "split": "081ed3ef769ecd0f",
-    "auto": "b7d84ef5706708e0",
-    "prefixes": "b038904ae413aba8",
+    "auto": "9d72660b481776ec",
+    "prefixes": "d9a118757c49b856",
     "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
-    "drafts": "d55a9e94259a11d3",
-    "a lost worker": "d0ae13e46ba0dd2d",
-    "workers that leave and join": "6a550c8b191dd09c",
-    "two routers": "b02104c7a93b59c5",
+    "drafts": "364ac9f998ddbe31",
+    "a lost worker": "3e553dc19fe8f7f1",
+    "workers that leave and join": "303b07933dda9acf",
+    "two routers": "d5d95f2d4be8db01",
 }
 
 
