@@ -21,6 +21,8 @@ from serving.step_cost import GAP, MOST_ERROR, SPARED, StepCost, StepLoad
 
 FLOOR = 32  # prompt tokens of LEAN_STEPS steps together at least, whatever decodes
 LEAN_STEPS = 8
+RISE = 0.02  # of a text's slack, that each of its tokens adds to what is kept for the model's error, until it is enough
+ENOUGH = 32  # tokens that may still follow, of a text that keeps less than that
 YIELD_SHARE = 0.6  # of the TPOT of more important sequences that less important prompts may slow them down to
 MOST_KEPT = 16.0  # TPOTs of slack that are kept for more important prompts at most
 HURRY_SHARE = 0.2  # of a TTFT objective that a step may take where the next prompt with it would go first,
@@ -36,7 +38,7 @@ class Chunking(Protocol):
         """A step is planned, beside what the plan holds already."""
 
     def usual(self, plan: StepPlan) -> int:
-        """About how many prompt tokens a step like this one computes in all."""
+        """About how many prompt tokens steps like this one compute in all, one after the other."""
         ...
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
@@ -73,21 +75,27 @@ class FixedChunks(Chunking):
 class SlackChunks(Chunking):
     """As many tokens as let the step end before a token of a running sequence is due, by the worker's own cost model.
 
-    At most the step's budget. What a sequence is early by may be used, but no step is longer than GAP of its TPOTs. One
-    that has missed its objectives, or could not catch up any more, is bounded by that alone; a TPOT below what a step
-    of the sequence alone takes counts as that. So that prompts go on, LEAN_STEPS in a row compute FLOOR of their tokens
-    together whatever decodes, the last of them what the others did not; where nothing decodes each does. Prompts that
-    are due at no time and less important than a running sequence yield to it, however long they have waited: they slow
-    it down to YIELD_SHARE of its TPOT and no further, and what it is early by is there for the next prompt that is as
-    important. One that has nothing in a step for this reason is passed by prompts that need not yield; if it is the
-    first of the queue, LEAN_STEPS compute FLOOR of its tokens all the same. Steps of prompts that some like those that
-    came lately would pass are short as well: the next of these waits for the step that runs when it comes. Without a
-    model, or where nobody has an objective that says otherwise, it is the fixed budget.
+    At most the step's budget. What a sequence is early by may be used, but for what the model's error may take, and no
+    step is longer than GAP of its TPOTs. TPOT is a mean, and what one step takes too long others make up for: of a text
+    that has only begun nothing is kept, and with each token RISE of its slack more, unless fewer than ENOUGH tokens may
+    follow. One that has missed its objectives,
+    or could not catch up any more, is bounded by GAP alone; a TPOT below what a step of the sequence alone takes counts
+    as that.
+
+    So that prompts go on, LEAN_STEPS in a row compute FLOOR of their tokens together whatever decodes, the last of them
+    what the others did not; where nothing decodes each does. Prompts that are due at no time and less important than a
+    running sequence yield to it, however long they have waited: they slow it down to YIELD_SHARE of its TPOT and no
+    further, and what it is early by is there for the next prompt that is as important. One that has nothing in a step
+    for this reason is passed by prompts that need not yield; if it is the first of the queue, LEAN_STEPS compute FLOOR
+    of its tokens all the same. Steps of prompts that some like those that came lately would pass are short as well: the
+    next of these waits for the step that runs when it comes. Without a model, or where nobody has an objective that
+    says otherwise, it is the fixed budget.
     """
 
     def __init__(self, cost: Cost):
         self.cost = cost
         self._seconds = inf  # that the step may take
+        self._pace = inf  # that steps may take on and on, whatever sequences are early by
         self._model: StepCost | None = None
         self._plan: StepPlan | None = None
         self._yielding: list[tuple[int, float]] | None = None  # what yielding_slack says of it, once it has been asked
@@ -107,7 +115,7 @@ class SlackChunks(Chunking):
             self._lately.append(0 if self._passed else self._given)
         else:
             self._lately.clear()
-        self._seconds, self._given, self._asked, self._now = inf, 0, False, now
+        self._seconds, self._pace, self._given, self._asked, self._now = inf, inf, 0, False, now
         self._beside, self._plan, self._yielding = bool(plan.work), None, None
         self._closed, self._passed = inf, False
         model = self.cost()
@@ -116,6 +124,8 @@ class SlackChunks(Chunking):
             return
         context = new = 0
         early = tightest = inf
+        certain = _certain(model)
+        most_kept = 1.0 - certain
         for work in plan.work:
             seq = work.seq
             length, goals = len(seq.tokens), seq.objectives
@@ -125,6 +135,8 @@ class SlackChunks(Chunking):
             if tpot < tightest:
                 tightest = tpot
             slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
+            kept = RISE * (length - seq.start)
+            slack *= 1.0 - kept if kept < most_kept and _long(seq) else certain
             if slack < early:
                 early = slack
         rows = len(plan.work)
@@ -132,16 +144,25 @@ class SlackChunks(Chunking):
         self._alone = model.seconds(self._load)
         if tightest == inf:
             return
-        early = min(early, GAP * tightest)
-        self._plan = plan
-        if early < self._alone:
-            early = hopeful_slack(plan, now, model, self._alone)
-        self._seconds = early * _certain(model)
+        pause = GAP * tightest * certain
+        self._pace = pause if early == inf else tightest if tightest > self._alone else self._slow_pace(plan, model)
+        self._plan, self._seconds = plan, min(early, pause)
+        if self._seconds < self._alone:
+            self._seconds = hopeful_slack(plan, now, model, self._alone)
+
+    def _slow_pace(self, plan: StepPlan, model: StepCost) -> float:
+        """The pace where a TPOT is no longer than a step without prompts: who has such a one bounds pauses alone."""
+        goals = [(len(work.seq.tokens), work.seq.objectives.tpot) for work in plan.work]
+        missed = [(length, tpot) for length, tpot in goals if tpot <= self._alone]
+        kept = [tpot for _, tpot in goals if tpot > self._alone]
+        longest = GAP * _certain(model)
+        pauses = [longest * max(tpot, model.seconds(StepLoad(1, length, 1, length))) for length, tpot in missed]
+        return min(kept + pauses)
 
     def usual(self, plan: StepPlan) -> int:
-        if self._seconds == inf or self._model is None:
+        if self._pace == inf or self._model is None:
             return plan.tokens
-        return max(FLOOR // LEAN_STEPS, self._model.chunk_within(self._seconds, 0, self._load, plan.tokens))
+        return max(FLOOR // LEAN_STEPS, self._model.chunk_within(self._pace, 0, self._load, plan.tokens))
 
     def most(self, seq: SequenceState, plan: StepPlan) -> int:
         if self._model is None:
@@ -185,7 +206,7 @@ class SlackChunks(Chunking):
     def _unhurried(self, seq: SequenceState, model: StepCost) -> float:
         """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
         now, ttft_ms, start = self._now, seq.request.slo.ttft_ms, seq.computed
-        own = turn(seq, model.seconds(StepLoad.of(start, seq.uncomputed)), now, 0.0)
+        own = turn(seq, model.seconds(StepLoad.of(start, seq.uncomputed)), now)
         if ttft_ms is not None and 0.0 < ttft_ms < inf and not own[1] and not seq.order.generated:
             self._note(seq.objectives.priority, ttft_ms)
         least = inf
@@ -209,17 +230,20 @@ class SlackChunks(Chunking):
 def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> float:
     """The least slack in the plan of sequences that can still be in time; `alone` is a step without prompts. Seconds.
 
-    A late one can catch up if all the tokens it may still have, each `alone` seconds, end before its last one is due.
+    Less what they keep for the model's error. A late one can catch up if all the tokens it may still have, each `alone`
+    seconds, end before its last one is due.
     """
-    least = inf
+    least, certain = inf, _certain(model)
     for work in plan.work:
         seq = work.seq
         goals, length = seq.objectives, len(seq.tokens)
         tpot = goals.tpot
         if tpot < inf:
             slack = goals.slack(length, now)
-            pause = GAP * (tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length))))
-            least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack)
+            pause = tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length)))
+            pause *= GAP * certain
+            used = max(certain, 1.0 - RISE * (length - seq.start)) if _long(seq) else certain
+            least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack * used)
     return least
 
 
@@ -246,6 +270,11 @@ def _hopeless(seq: SequenceState, slack: float, alone: float) -> bool:
     """True if the sequence is late and cannot catch up."""
     left = seq.request.sampling.max_tokens - seq.output_len
     return slack - alone + (left - 1) * (seq.objectives.tpot - alone) < 0.0
+
+
+def _long(seq: SequenceState) -> bool:
+    """True if enough tokens may follow to make up for steps that take longer than predicted."""
+    return seq.request.sampling.max_tokens - seq.output_len >= ENOUGH
 
 
 def _certain(model: StepCost) -> float:

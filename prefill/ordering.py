@@ -2,18 +2,20 @@
 
 Pure: no torch, no clock, no I/O. It knows neither blocks nor the rest of the step, and takes nothing from anyone.
 
-The key is that of QoServe (arXiv 2503.22562): due time + α · what is left of the prompt. α = 0 is earliest deadline
-first, which is best while all can be met and collapses beyond; a large α is shortest remaining first, which is best
-beyond. So α grows with the load. Ageing bounds how long anyone is passed by.
+Earliest deadline first is best while all can be in time, and collapses beyond. There the rule of Moore and Hodgson
+(Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs", 1968) leaves out as few as
+can be, the longest of them. Ageing bounds how long anyone is passed by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from heapq import heappush, heapreplace
 from math import inf
 from typing import Protocol
 
 from prefill.fairness import FairPrompts, of_several
+from serving.engine.plan import Work
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost
 
@@ -23,14 +25,13 @@ Cost = Callable[[], StepCost | None]
 AGE = 30.0  # seconds of waiting that raise a prompt by STEP
 STEP = 100  # priorities: as many as lie between one service class and the next
 UNHURRIED = 10.0  # seconds after its arrival that a prompt without a TTFT objective is treated as due
-MOST_ALPHA = 8.0  # seconds of due time that a second of remaining work weighs under load; QoServe's ratio of α
 
 
 class PromptOrder(Protocol):
     """Puts the queue into the order in which prompts are given tokens and blocks."""
 
-    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
-        """In place. A step computes about `chunk` prompt tokens, `beside` so many sequences that decode."""
+    def sort(self, queue: list[SequenceState], chunk: int, beside: Sequence[Work], now: float) -> None:
+        """In place. A step computes about `chunk` prompt tokens, `beside` this work of sequences that decode."""
 
     def arrived(self, seq: SequenceState, queue: Sequence[SequenceState]) -> None:
         """The prompt comes into the queue, which does not hold it yet."""
@@ -40,7 +41,7 @@ class PromptOrder(Protocol):
 
 
 class FirstComeFirstServed(PromptOrder):
-    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
+    def sort(self, queue: list[SequenceState], chunk: int, beside: Sequence[Work], now: float) -> None:
         """As they came."""
 
     def arrived(self, seq: SequenceState, queue: Sequence[SequenceState]) -> None:
@@ -51,10 +52,11 @@ class FirstComeFirstServed(PromptOrder):
 
 
 class SlackOrder(PromptOrder):
-    """By priority, which waiting raises; those that can still be in time first; then by due time + α · remaining.
+    """By priority, which waiting raises; of a level first those that will be in time, the earliest due of them first.
 
-    Where some of a level would be late that way, or nobody has any objectives, tenants share it: those of the level
-    go first that end first if each tenant is computed as many tokens (prefill.fairness).
+    Those that are left out so that as many as can be are in time come behind the others of their level. Where there are
+    any, or nobody has any objectives, tenants share the level: those go first that end first if each tenant is computed
+    as many tokens (prefill.fairness).
 
     Of two prompts of priorities p and q, the first is never behind the second if that came later by
     ((p − q) / STEP + 1) · AGE seconds: so nobody starves. Prompts of one tenant without any objectives keep the order
@@ -71,44 +73,89 @@ class SlackOrder(PromptOrder):
     def computing(self, seq: SequenceState, tokens: int) -> None:
         self.fair.computing(seq, tokens)
 
-    def sort(self, queue: list[SequenceState], chunk: int, beside: int, now: float) -> None:
+    def sort(self, queue: list[SequenceState], chunk: int, beside: Sequence[Work], now: float) -> None:
         if len(queue) < 2:
             return
         stated = any(seq.objectives.due != inf or seq.objectives.priority for seq in queue)
         several = of_several(queue)
         if not (stated or several):
             return
-        remaining = self._remaining(queue, chunk, beside)
-        alpha = load_weight(queue, remaining)
-        seconds = dict(zip(queue, remaining, strict=True))
-        keys = {seq: turn(seq, seconds[seq], now, alpha) for seq in queue}
+        levels = {seq: level_of(seq, now) for seq in queue}
+        shared = set(levels.values())
         if stated:
-            queue.sort(key=keys.__getitem__)
-        levels = {seq: key[0] for seq, key in keys.items()}
-        shared = (late_levels(queue, seconds, levels, now) if stated else set(levels.values())) if several else set()
-        if shared:
+            queue.sort(key=lambda seq: (levels[seq], due_of(seq)))
+            seconds = dict(zip(queue, self._remaining(queue, chunk, beside), strict=True))
+            late = left_out(queue, seconds, levels, now)
+            if late:
+                queue.sort(key=lambda seq: (levels[seq], seq in late))
+            shared = late_levels(queue, seconds, levels, now) if several else set()
+        if shared and several:
             turns = self.fair.turns(queue, levels)
             queue.sort(key=lambda seq: (levels[seq], turns[seq] if levels[seq] in shared else 0))
 
-    def _remaining(self, queue: Sequence[SequenceState], chunk: int, beside: int) -> list[float]:
+    def _remaining(self, queue: Sequence[SequenceState], chunk: int, beside: Sequence[Work]) -> list[float]:
         """Predicted seconds of what is left of each prompt, were it the only one; 0 where nothing is known."""
         cost = self.cost()
         if cost is None or not cost.samples:
             return [0.0] * len(queue)
-        step = cost.fixed + cost.sequence + beside * (cost.token + cost.sequence)
+        step = cost.decode_seconds(len(beside), sum([len(work.seq.tokens) for work in beside])) + cost.sequence
         each, pair = cost.token + step / max(1, chunk), cost.pair
         left = [(len(seq.tokens) - seq.computed, seq.computed) for seq in queue]
         return [count * (each + pair * (start + count / 2)) for count, start in left]
 
 
-def turn(seq: SequenceState, seconds: float, now: float, alpha: float) -> tuple[float, bool, float]:
-    """What the queue is ordered by: the level of a prompt, whether it is late, and when it is due. It takes `seconds`.
+def level_of(seq: SequenceState, now: float) -> float:
+    """Its priority, raised by a class for each AGE that it has waited."""
+    return seq.objectives.priority - STEP * ((now - seq.prefill.waiting_since) // AGE)
 
-    A prompt that comes now with a TTFT objective has the turn (priority, False, now + objective).
+
+def due_of(seq: SequenceState) -> float:
+    """When its first token is due, or is treated as due."""
+    due = seq.objectives.due
+    return due if due < inf else seq.prefill.waiting_since + UNHURRIED
+
+
+def turn(seq: SequenceState, seconds: float, now: float) -> tuple[float, bool, float]:
+    """A prompt's place as far as it depends on itself: its level, whether it is late, and when it is due.
+
+    It takes `seconds`. A prompt that comes now with a TTFT objective has the turn (priority, False, now + objective).
     """
-    goals, since = seq.objectives, seq.prefill.waiting_since
-    level, due = goals.priority - STEP * ((now - since) // AGE), goals.due
-    return (level, False, since + UNHURRIED) if due == inf else (level, now + seconds > due, due + alpha * seconds)
+    return level_of(seq, now), now + seconds > seq.objectives.due, due_of(seq)
+
+
+def left_out(
+    queue: Sequence[SequenceState],
+    seconds: Mapping[SequenceState, float],
+    levels: Mapping[SequenceState, float],
+    now: float,
+) -> set[SequenceState]:
+    """Those that will be late, if each takes so many `seconds` and they go behind their level.
+
+    As few as can be where all have objectives. The queue is in order of level and due time. Nobody is left out for a
+    prompt of another level, nor for one that would be late all the same, and none that has no objective: it is treated
+    as due at a time, and no objective is missed if it is late.
+    """
+    found = set[SequenceState]()
+    level, end, whole = -inf, now, now  # whole: when all of the levels before, and of this one, are computed
+    kept: list[tuple[float, int]] = []  # minus the seconds of those of this level that are in time, and their places
+    for place, seq in enumerate(queue):
+        if levels[seq] != level:
+            level, end, kept = levels[seq], whole, []
+        whole += seconds[seq]
+        end += seconds[seq]
+        due = seq.objectives.due
+        if due == inf:
+            continue
+        own = -seconds[seq], place
+        if end > due:
+            longest = kept[0] if kept and kept[0] < own and end + kept[0][0] <= due else own
+            if longest is not own:
+                heapreplace(kept, own)
+            end += longest[0]
+            found.add(queue[longest[1]])
+        else:
+            heappush(kept, own)
+    return found
 
 
 def late_levels(
@@ -124,12 +171,3 @@ def late_levels(
         if end > (due if due < inf else seq.prefill.waiting_since + UNHURRIED):
             found.add(levels[seq])
     return found
-
-
-def load_weight(queue: Sequence[SequenceState], remaining: Sequence[float]) -> float:
-    """α: 1 while all that waits takes less than half the time prompts have, MOST_ALPHA from one and a half on."""
-    patience = [seq.objectives.due - seq.prefill.waiting_since for seq in queue if seq.objectives.due != inf]
-    given = sum(patience) / len(patience) if patience else 0.0
-    if given <= 0.0:
-        return MOST_ALPHA
-    return 1.0 + (MOST_ALPHA - 1.0) * min(1.0, max(0.0, sum(remaining) / given - 0.5))

@@ -58,7 +58,7 @@ class PrefillScheduler:
             return
         full = False
         self.chunks.begin(plan, now)
-        self.order.sort(self.queue, self.chunks.usual(plan), len(plan.work), now)
+        self.order.sort(self.queue, self.chunks.usual(plan), plan.work, now)
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
                 return
@@ -86,7 +86,7 @@ class PrefillScheduler:
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Prompts are begun by ordinary steps alone: True while there is none, no room for one, or no turn."""
         full = False
-        self.order.sort(self.queue, plan.tokens, len(plan.work), now)
+        self.order.sort(self.queue, plan.tokens, plan.work, now)
         for seq in self.queue if plan.tokens and plan.seqs else ():
             if seq.incoming.arrival is not None or (full and not seq.blocks) or _waits(seq, plan.tokens):
                 continue

@@ -14,6 +14,9 @@ from router.arrivals import Arrivals
 from serving.messages import TPOT_BINS_MS, Role, WorkerStatus
 from serving.step_cost import StepCost, StepLoad
 
+UNHURRIED = 10.0  # seconds after which a prompt without a TTFT objective is taken to be due (prefill.ordering),
+AGE = 30.0  # and of waiting that raise a prompt there by STEP
+STEP = 100  # priorities
 MOST_PROMPT_SHARE = 0.9  # of a mixed worker's time, when what prompts leave to decodes is predicted
 
 _OBJECTIVES = [sum(bounds) / 2e3 for bounds in pairwise((0.0, *TPOT_BINS_MS))]  # seconds: the middle of each bin
@@ -46,13 +49,16 @@ NOTHING = Dispatched()
 class QueuedPrompt(NamedTuple):
     """A prompt that the router has sent to a worker and that has no first token yet.
 
-    `priority` and `due`, on the router's clock, are what the worker orders its queue by; `seconds` it was predicted to
-    take.
+    `priority` and `due`, on the router's clock, are what the worker orders its queue by; `due` is infinite without a
+    TTFT objective. `seconds` it was predicted to take were it the only one, of which it adds `share` to the queue: less
+    than 1 where prompts share steps. `at` is when it was sent, None of one that is not yet.
     """
 
     priority: int
     due: float
     seconds: float
+    at: float | None = None
+    share: float = 1.0
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate, QueuedPrompt
-from router.chances import LEAST_ERROR, within
+from router.chances import LEAST_ERROR, sure_ratio, within
 from router.columns import KeptColumns
 from router.decode_price import prompts_slowed
 from router.policy import Considered, Demand, FleetView, spread
@@ -37,7 +37,8 @@ from router.predict import (
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost
 
-SHORTLIST = 4  # workers of each kind whose placements are predicted
+SHORTLIST = 4  # workers of each kind whose placements are predicted,
+MIXED = 8  # and of mixed ones: how long their queues are is known only then
 
 # A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
 
@@ -67,6 +68,8 @@ class FurtherTokens:
     held: float  # a token at most, as its objective holds prompts back
     factor: float  # by which its TPOT is corrected
     error: float
+    alone: float | None  # a token in steps without prompts, where the worker holds prompts back for its objective
+    risk: float  # the error of what decides if its TPOT is met: of that, or of its TPOT
     sure: float  # the sure_ratio of that
     lost: float  # requests that decode there and miss their TPOT because this one joins them
 
@@ -160,10 +163,10 @@ class PlacementSearch:
         demand, workers, costs, now = self.demand, self.view.decode, self.costs, self.now
         columns = self._columns.of(workers)
         if columns.known and columns.roomy(demand):
-            return columns.steps(SHORTLIST), columns.texts(demand, now, SHORTLIST)
+            return columns.steps(SHORTLIST), columns.texts(demand, now, MIXED)
         able = roomy(demand, workers)
         split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
-        return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, SHORTLIST)
+        return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, MIXED)
 
     def _quickest(self) -> list[Candidate]:
         demand, columns, now = self.demand, self._prefills, self.now
@@ -237,7 +240,11 @@ class PlacementSearch:
         lost = others_lost(worker, cost, now_step / usual, step / usual)
         if self._choice and worker.prefills:
             lost += self._slowed(worker, cost, token)
-        return FurtherTokens(worker, step, token, pause, left, held, drift.factor, drift.error, drift.sure, lost)
+        factor, error = drift.factor, drift.error
+        alone, risk, sure = None, error, drift.sure
+        if worker.prefills:
+            alone, risk, sure = step / each, cost.error, sure_ratio(cost.error)
+        return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost)
 
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
@@ -254,7 +261,7 @@ class PlacementSearch:
         decode, demand, limit, seconds = further.worker, self.demand, self.tpot, self.view.links.seconds
         weight, slo, output, tokens = demand.weight, demand.slo, demand.output, self.output - 1
         pause, factor, sure, lost, instance = further.pause, further.factor, further.sure, further.lost, decode.instance
-        slower = pause > further.token
+        slower, alone = pause > further.token, further.alone
         for first in firsts:
             worker, token, transfer, chance = first.worker, further.token, 0.0, first.chance
             if worker is not decode:
@@ -264,7 +271,9 @@ class PlacementSearch:
                 token = min(further.held, after_backlog(token, pause, further.left - begun, tokens))
             token += transfer / tokens  # the handoff delays the second
             tpot = token * factor
-            if limit is not None and not 0.0 < tpot * sure <= limit:  # else it is certain
-                chance *= within(limit, tpot, further.error)
+            if limit is not None:
+                judged = tpot if alone is None else alone + transfer / tokens
+                if not 0.0 < judged * sure <= limit:  # else it is certain
+                    chance *= within(limit, judged, further.risk)
             used = objectives_used(slo, first.ttft, tpot, output)
             found.append((-(weight * chance - lost - first.lost), used, first, further, transfer, token, tpot))

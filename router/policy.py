@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, repeat
+from math import inf
 from operator import is_
 from typing import ClassVar, Protocol
 from zlib import crc32
@@ -19,7 +20,6 @@ from router.predict import Prediction
 from serving.messages import Build, Slo
 
 SLOW_FACTOR = 2.0  # that work weighs at a slow worker
-UNHURRIED = 10.0  # seconds after which a prompt without a TTFT objective is taken to be due (prefill.ordering)
 IN_USE_WEIGHT = 1 / 8  # of a token of KV in use, which every decode step reads, against a prompt token to compute
 
 
@@ -48,8 +48,11 @@ class Demand:
         return self.tokens - self.cached.get(worker.status.instance, 0)
 
     def turn(self, now: float) -> tuple[int, float]:
-        """What a worker orders its queue by (prefill.ordering): the priority, and when the first token is due."""
-        return self.priority, now + (UNHURRIED if self.first_token_in is None else self.first_token_in)
+        """What a worker orders its queue by (prefill.ordering): the priority, and when the first token is due.
+
+        That is infinite without an objective.
+        """
+        return self.priority, inf if self.first_token_in is None else now + self.first_token_in
 
     def streams(self, worker: Candidate) -> bool:
         """True if the worker's device cannot hold all tokens: every step would read some KV from host memory."""

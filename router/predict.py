@@ -13,13 +13,13 @@ from itertools import chain
 from statistics import median
 
 from router.calibration import Drift
-from router.candidate import Candidate, QueuedPrompt
+from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, less_likely, sure_ratio, within
 from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost
 
 NEVER = 0.01  # a chance that is not worth computing with
-LATE_SHARE = 0.5  # of what a late prompt takes that one in time is kept waiting by
+LATE_SHARE = 0.5  # of what a late prompt takes that those to come are kept waiting by
 GUESSED_ERROR = 0.5  # of a step cost that is taken from other workers
 
 
@@ -107,38 +107,42 @@ def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
 
 
 def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
-    """Until this prompt is begun: the backlog, but for the share of it that the prompt passes.
+    """Until this prompt is begun: those it does not pass, of all that wait.
 
-    A worker computes first what is due first, and last what will be late in any case (prefill.ordering). The router
-    knows that of the prompts it has sent; what others have sent is taken to be spread likewise. What is late counts by
-    a part: steps that have begun with it, and steps that have room, go on with it.
+    A worker computes first what is due first, and last of a level what will be late in any case (prefill.ordering). The
+    router knows that of the prompts it has sent, each of which counts until its first token comes; what others have
+    sent is taken to be spread likewise, and to go first where none of its own can be in time.
     """
     left = backlog_seconds(worker, cost, now)
-    if not left or not worker.queued:
+    if not worker.queued:
         return left
-    ahead = every = 0.0
+    ahead = in_time = every = 0.0
     for other in worker.queued:
-        every += other.seconds
-        if _before(other, prompt):
-            late = now + other.seconds > other.due
-            ahead += LATE_SHARE * other.seconds if late else other.seconds
-    return left * ahead / every if every > 0.0 else left
+        seconds = other.seconds * other.share
+        every += seconds
+        if now + other.seconds <= other.due:
+            in_time += seconds
+        if _passed_by(other, prompt, now):
+            ahead += seconds
+    others = left - every
+    return ahead + others * (ahead / every if in_time else 1.0) if others > 0.0 else ahead
 
 
 def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
     """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
     if not worker.queued:
         return 0.0
-    behind = [other for other in worker.queued if other.due > now and not _before(other, prompt)]
-    if not behind:
-        return 0.0
-    every = sum(other.seconds for other in worker.queued)
-    scale = drift.factor * min(1.0, backlog_seconds(worker, cost, now) / max(1e-9, every))
-    ends = scale * sum(other.seconds for other in worker.queued if other.due > now and _before(other, prompt))
+    ends, behind = 0.0, list[tuple[int, float, QueuedPrompt]]()
+    for other in worker.queued:
+        if _passed_by(other, prompt, now):
+            ends += drift.factor * other.seconds * other.share
+        elif now + other.seconds <= other.due:
+            behind.append((_level(other, now), _due(other, now), other))
     lost, added = 0.0, drift.factor * prompt.seconds
-    for other in sorted(behind, key=lambda each: (each.priority, each.due)):
-        ends += scale * other.seconds
-        lost += within(other.due - now, ends, drift.error) - within(other.due - now, ends + added, drift.error)
+    for _, due, other in sorted(behind):
+        ends += drift.factor * other.seconds * other.share
+        if due > now:
+            lost += within(due - now, ends, drift.error) - within(due - now, ends + added, drift.error)
     return max(0.0, lost)
 
 
@@ -159,7 +163,7 @@ def newcomers_lost(
             continue
         alone, first, in_time = seconds * factor, 0.0, 1.0
         if priority == prompt.priority:
-            first, in_time = max(0.0, prompt.due - now - limit), chance
+            first, in_time = max(0.0, _due(prompt, now) - now - limit), chance
         behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
         if behind and in_time > NEVER:
             before = waits + alone
@@ -171,8 +175,26 @@ def newcomers_lost(
     return lost
 
 
-def _before(other: QueuedPrompt, prompt: QueuedPrompt) -> bool:
-    return (other.priority, other.due) <= (prompt.priority, prompt.due)
+def _passed_by(other: QueuedPrompt, prompt: QueuedPrompt, now: float) -> bool:
+    """True if a prompt that waits is computed before one that comes now: of the same level only if it can be in time.
+
+    What has no objective is late for none.
+    """
+    level = _level(other, now)
+    if level != prompt.priority:
+        return level < prompt.priority
+    return now + other.seconds <= other.due and _due(other, now) <= _due(prompt, now)
+
+
+def _level(prompt: QueuedPrompt, now: float) -> int:
+    """Its priority, raised by a class for each AGE that it has waited, as workers do (prefill.ordering)."""
+    waited = now - prompt.at if prompt.at is not None else 0.0
+    return prompt.priority - STEP * int(waited / AGE) if waited >= AGE else prompt.priority
+
+
+def _due(prompt: QueuedPrompt, now: float) -> float:
+    """When it is due, or treated as due."""
+    return prompt.due if prompt.due < math.inf else (now if prompt.at is None else prompt.at) + UNHURRIED
 
 
 def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:

@@ -80,7 +80,7 @@ class RegisteredWorker:
         self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
         self._prompts.append(prompt)
         if prompt.turn is not None:
-            self._queued[prompt] = QueuedPrompt(*prompt.turn, prompt.work.prompt_seconds)
+            self._queued[prompt] = QueuedPrompt(*prompt.turn, prompt.work.prompt_seconds, prompt.at)
 
     def left(self, prompt: Reservation, now: float, *, computed: bool) -> None:
         """A prompt has left the queue. Those behind it are as early, or as late, as it was; one that was not computed
@@ -109,7 +109,19 @@ class RegisteredWorker:
         self.busy_until = made_at + status.waiting_seconds
         for prompt in self._prompts:
             self.busy_until = prompt.until = max(self.busy_until, prompt.at) + prompt.work.prompt_seconds
+        self._share(made_at - FLIGHT_SECONDS)
         self._changed()
+
+    def _share(self, until: float) -> None:
+        """What was sent before takes no longer than the worker says, which knows what prompts share steps.
+
+        They were counted with those of them whose first tokens have come since.
+        """
+        every = sum(prompt.seconds for prompt in self._queued.values()) - self.newer.prompt_seconds
+        share = min(1.0, self.status.waiting_seconds / every) if every > 0.0 else 1.0
+        for sent, prompt in self._queued.items():
+            if sent.at < until and prompt.share != share:
+                self._queued[sent] = prompt._replace(share=share)
 
     def leaves(self) -> None:
         self.status = replace(self.status, draining=True)

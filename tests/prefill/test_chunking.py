@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from math import exp, inf
 from typing import Any
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from decode.scheduler import DecodeScheduler
 from kvcache.blocks.manager import KVCacheManager
 from prefill.chunking import (
+    ENOUGH,
     FLOOR,
     LEAN_STEPS,
     MOST_KEPT,
+    RISE,
     YIELD_SHARE,
     SlackChunks,
 )
@@ -123,11 +126,78 @@ def test_what_a_sequence_is_early_by_may_be_used_up_to_a_bound() -> None:
         assert seconds - 0.0015 < predicted(decoding, prompts) <= seconds
 
 
-def test_the_models_error_is_left_as_room() -> None:
-    for error, known in ((0.2, 0.2), (9.0, MOST_ERROR)):
-        step = Step(row(100.0), cost=replace(COST, error=error))
-        step.prefill.add(row(tokens=2000))
-        assert predicted(*step.plan(0.0)) == pytest.approx(0.1 * exp(-SPARED * known), abs=0.0015)
+@pytest.mark.parametrize(("error", "known"), [(0.2, 0.2), (9.0, MOST_ERROR)])
+@pytest.mark.parametrize("further", [0, 5, 400])
+def test_the_models_error_is_left_as_room(error: float, known: float, further: int) -> None:
+    """By a text that has gone on for a while: one that has only begun can make up for it later."""
+    seq = row(100.0)
+    step = Step(seq, cost=replace(COST, error=error))
+    seq.tokens += [0] * further
+    seq.computed += further
+    step.prefill.add(row(tokens=2000))
+    kept = min(1.0 - exp(-SPARED * known), RISE * (1 + further))
+    assert predicted(*step.plan(0.1 * further)) == pytest.approx(0.1 * (1.0 - kept), abs=0.0015)
+
+
+@pytest.mark.parametrize("output", [2, 4, 6, 10, ENOUGH, 2 * ENOUGH])
+def test_answers_of_any_length_are_in_time_where_steps_vary_as_the_model_says(output: int) -> None:
+    """Those of a few tokens keep slack from the first on: they could not make up for a step that takes too long."""
+    assert sum(in_time_with_noise(output, seed) for seed in range(20)) >= 18
+
+
+def in_time_with_noise(output: int, seed: int, error: float = 0.2) -> bool:
+    """True if a text of so many tokens meets its TPOT beside prompts without end, each step off independently."""
+    noise, seq, now = random.Random(seed), row(100.0, max_tokens=output), 0.0
+    step = Step(seq, cost=replace(COST, error=error))
+    for _ in range(output - 1):
+        if not step.prefill.queue:
+            step.prefill.add(row(tokens=2000))
+        decoding, prompts = step.plan(now)
+        now += predicted(decoding, prompts) * exp(noise.gauss(0.0, error))
+        for work in (*decoding, *prompts):
+            work.seq.computed += work.count
+        seq.tokens.append(0)
+        for work in prompts:
+            if not work.seq.uncomputed:
+                step.prefill.remove(work.seq)
+                step.kv.release(work.seq)
+    return now <= 0.1 * (output - 1)
+
+
+@pytest.mark.parametrize("tpot_ms", [5.0, 11.0])
+def test_the_pace_beside_a_tpot_that_cannot_be_met_is_that_of_its_pauses(tpot_ms: float) -> None:
+    """Prompts are not taken for as slow as if each step could compute a few of their tokens."""
+    step = Step(row(tpot_ms))
+    step.prefill.add(row(tokens=2000))
+    plan = StepPlan(BUDGET, 99)
+    step.decode.fill(plan, 0.0)
+    step.prefill.chunks.begin(plan, 0.0)
+    assert step.prefill.chunks.usual(plan) > 15
+    other = Step(row(tpot_ms), row(14.0))
+    other.decode.fill(plan := StepPlan(BUDGET, 99), 0.0)
+    other.prefill.chunks.begin(plan, 0.0)
+    assert other.prefill.chunks.usual(plan) < 5, "nor for faster than others' TPOTs let them be"
+
+
+@settings(max_examples=40, deadline=None)
+@given(error=st.floats(0.0, MOST_ERROR), off=st.floats(-SPARED, 0.9 * SPARED))
+def test_a_text_is_in_time_though_all_steps_take_longer_than_predicted(error: float, off: float) -> None:
+    """By less than what is kept for; and beside prompts without end nearly all of its TPOT is used."""
+    seq, cost, now = row(100.0), replace(COST, error=error), 0.0
+    step = Step(seq, cost=cost)
+    for tokens in range(1, 61):
+        if not step.prefill.queue:
+            step.prefill.add(row(tokens=2000))
+        decoding, (prompt,) = step.plan(now)
+        now += predicted(decoding, [prompt]) * exp(off * error)
+        seq.tokens.append(0)
+        seq.computed += 1
+        prompt.seq.computed += prompt.count
+        if not prompt.seq.uncomputed:
+            step.prefill.remove(prompt.seq)
+            step.kv.release(prompt.seq)
+        assert now <= 0.1 * tokens or tokens * RISE < 1.0 - exp(-SPARED * error)
+    assert off < 0.0 or now > 0.95 * 0.1 * 60
 
 
 @given(

@@ -42,7 +42,7 @@ class Queue:
         return seq
 
     def step(self, tokens: int = STEP_TOKENS) -> None:
-        self.order.sort(self.prompts, tokens, 0, self.now)
+        self.order.sort(self.prompts, tokens, (), self.now)
         left = tokens
         for seq in list(self.prompts):
             count = min(left, seq.uncomputed)
@@ -130,7 +130,7 @@ def test_lateness_of_one_level_reorders_no_other() -> None:
     batch = queue.add(prompt("someone", 100, priority=STEP))
     first = queue.add(prompt("greedy", 1400, at=queue.now, first_token_in=5.0))
     second = queue.add(prompt("chat", 64, at=queue.now, first_token_in=50.0))
-    queue.order.sort(queue.prompts, STEP_TOKENS, 0, queue.now)
+    queue.order.sort(queue.prompts, STEP_TOKENS, (), queue.now)
     assert queue.prompts == [first, second, batch]
 
 
@@ -191,11 +191,11 @@ def test_prompts_of_one_tenant_keep_their_order(seed: int) -> None:
     goals = [{"first_token_in": choice.uniform(0.0, 9.0)} if choice.random() < 0.7 else {} for _ in range(9)]
     own = [prompt("own", choice.randrange(1, 2000), **fields) for fields in goals]
     alone, order = list(own), SlackOrder(lambda: None)
-    SlackOrder(lambda: None).sort(alone, STEP_TOKENS, 0, 1.0)
+    SlackOrder(lambda: None).sort(alone, STEP_TOKENS, (), 1.0)
     both = [*own, *(prompt("other", choice.randrange(1, 2000), first_token_in=0.0) for _ in range(5))]
     choice.shuffle(both)
     both.sort(key=lambda seq: own.index(seq) if seq in own else -1)
-    order.sort(both, STEP_TOKENS, 0, 1.0)
+    order.sort(both, STEP_TOKENS, (), 1.0)
     if all(not goal for goal in goals):
         return  # first come, first served alone
     assert [seq for seq in both if seq in own] == alone

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from math import inf
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.ordering import AGE, MOST_ALPHA, STEP, UNHURRIED, PromptOrder, SlackOrder, load_weight
+from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, due_of, left_out
 from prefill.scheduler import PrefillScheduler
-from serving.engine.plan import StepPlan
+from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
 from serving.service_class import SERVICE_CLASSES
 from serving.step_cost import StepCost
@@ -28,7 +29,12 @@ def prompt(tokens: int = 10, at: float = 0.0, **fields: Any) -> SequenceState:
 
 
 def in_order(
-    queue: list[SequenceState], now: float, cost: StepCost | None = COST, *, chunk: int = 512, beside: int = 0
+    queue: list[SequenceState],
+    now: float,
+    cost: StepCost | None = COST,
+    *,
+    chunk: int = 512,
+    beside: Sequence[Work] = (),
 ) -> list[int]:
     """The places that the prompts had before they were sorted."""
     found = list(queue)
@@ -56,10 +62,16 @@ def test_what_cannot_be_in_time_any_more_waits_for_what_can() -> None:
 
 
 def test_small_chunks_beside_others_take_longer() -> None:
-    """400 tokens: under half a second alone, and 40 steps of 30 ms beside ten others."""
+    """400 tokens: under half a second alone, and 40 steps of 20 ms and more beside ten others."""
     long, short = prompt(tokens=400, first_token_in=1.0), prompt(first_token_in=2.0)
+    rows = [Work(prompt(tokens=1000), 1, PrefillScheduler(make_kv(9, 4))) for _ in range(10)]
     assert in_order([long, short], 0.0) == [0, 1]
-    assert in_order([long, short], 0.0, chunk=10, beside=10) == [1, 0]
+    assert in_order([long, short], 0.0, chunk=10, beside=rows[:1]) == [0, 1]
+    assert in_order([long, short], 0.0, chunk=10, beside=rows) == [1, 0]
+    context = StepCost(fixed=0.01, token=0.0001, context=1e-6, samples=9)
+    assert in_order([long, short], 0.0, context, chunk=10, beside=rows) == [0, 1]
+    rows[0].seq.tokens += [0] * 9000
+    assert in_order([long, short], 0.0, context, chunk=10, beside=rows) == [1, 0], "their KV is read in each step"
 
 
 def test_a_prompt_without_objectives_has_its_turn_among_others() -> None:
@@ -69,20 +81,94 @@ def test_a_prompt_without_objectives_has_its_turn_among_others() -> None:
     assert in_order([plain, later], UNHURRIED + 1.0) == [0, 1]
 
 
-def test_under_load_short_prompts_go_first_and_else_the_urgent() -> None:
-    """Five seconds of prompts: within a minute the earliest deadline goes first, within three seconds the shortest."""
-    for due, rest, first in ((20.0, 70.0, 0), (3.0, 4.0, 1)):
-        long, short = prompt(tokens=1000, first_token_in=due), prompt(tokens=10, first_token_in=due + 1.1)
-        others = [prompt(tokens=1000, first_token_in=rest) for _ in range(4)]
-        assert in_order([long, short, *others], 0.0)[0] == first
+def test_as_many_as_can_be_are_in_time() -> None:
+    """The longest is left out, whoever is due first; and nobody while all can be in time."""
+    long, short = prompt(tokens=1500, first_token_in=2.0), [prompt(tokens=300, first_token_in=2.1) for _ in range(3)]
+    assert in_order([long, *short], 0.0) == [1, 2, 3, 0]
+    for seq in short:
+        seq.objectives.due = 2.6
+    assert in_order([long, *short], 0.0) == [0, 1, 2, 3]
+    long.computed = 1200
+    for seq in short:
+        seq.objectives.due = 1.4
+    assert in_order([long, *short], 0.0) == [1, 2, 3, 0], "what is left of it is short, but due later"
+    long.objectives.due = 1.0
+    assert in_order([long, *short], 0.0) == [0, 1, 2, 3]
 
 
-def test_the_weight_of_what_is_left_grows_with_load() -> None:
-    queue = [prompt(first_token_in=2.0), prompt(first_token_in=2.0)]
-    weights = [load_weight(queue, [seconds / 2, seconds / 2]) for seconds in (0.0, 1.0, 2.0, 3.0, 99.0)]
-    assert weights[:2] == [1.0, 1.0] and weights[3:] == [MOST_ALPHA, MOST_ALPHA] and 1.0 < weights[2] < MOST_ALPHA
-    assert load_weight([prompt(first_token_in=-1.0)], [0.1]) == MOST_ALPHA
-    assert load_weight([prompt()], [0.1]) == MOST_ALPHA
+def test_those_left_out_keep_their_order_and_their_class() -> None:
+    """They go before what is less important, which waits for them."""
+    first, second = (prompt(tokens=900, first_token_in=due) for due in (0.1, 0.2))
+    fine = prompt(tokens=900, first_token_in=2.0)
+    less = prompt(first_token_in=1.0, priority=1)
+    assert in_order([second, less, first, fine], 0.0) == [3, 2, 0, 1]
+    seconds, levels = dict.fromkeys((first, second, fine, less), 0.9), {first: 0, second: 0, fine: 0, less: 1}
+    assert left_out([first, second, fine, less], seconds, levels, 0.0) == {first, second, less}
+
+
+def test_a_prompt_without_objectives_is_left_out_for_nobody() -> None:
+    """It takes its turn and its time, and misses nothing."""
+    plain, due = prompt(tokens=5000, at=-UNHURRIED), prompt(first_token_in=1.0)
+    assert in_order([due, plain], 0.0) == [1, 0]
+    queue = [plain, due]
+    assert left_out(queue, {plain: 5.0, due: 0.1}, dict.fromkeys(queue, 0), 0.0) == {due}
+
+
+def test_one_that_is_late_anyhow_takes_nobody_with_it() -> None:
+    """It waits for what has no objective: leaving out the others would not help it."""
+    good = [prompt(first_token_in=due) for due in (2.0, 3.0)]
+    plain = prompt(at=-UNHURRIED + 4.0)
+    hopeless = [prompt(first_token_in=due) for due in (5.0, 5.1)]
+    queue = [*good, plain, *hopeless]
+    seconds = dict(zip(queue, (1.0, 1.0, 50.0, 0.5, 0.5), strict=True))
+    assert left_out(queue, seconds, dict.fromkeys(queue, 0), 0.0) == set(hopeless)
+
+
+@settings(max_examples=300, deadline=None)
+@given(prompts=st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(-1.0, 6.0), st.booleans()), max_size=8))
+def test_beside_prompts_without_objectives(prompts: list[tuple[float, float, bool]]) -> None:
+    """Those that are kept are in time, and one prompt more leaves no fewer in time."""
+    queue = [prompt(first_token_in=due) if hurried else prompt(at=due - UNHURRIED) for _, due, hurried in prompts]
+    seconds = {seq: each[0] for seq, each in zip(queue, prompts, strict=True)}
+    queue.sort(key=due_of)
+    late = left_out(queue, seconds, dict.fromkeys(queue, 0.0), 0.0)
+    hurried = [seq for seq in queue if seq.objectives.due < inf]
+    assert late <= set(hurried) and in_time([seq for seq in queue if seq not in late], seconds, 0.0)
+    for place, seq in enumerate(queue):
+        if seq.objectives.due < inf:
+            before = [other for other in queue[:place] if other.objectives.due < inf]
+            known = left_out(queue[: place + 1], seconds, dict.fromkeys(queue, 0.0), 0.0)
+            earlier = left_out(queue[:place], seconds, dict.fromkeys(queue, 0.0), 0.0)
+            assert len(before) - len(earlier) <= len(before) + 1 - len(known)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    prompts=st.lists(st.tuples(st.floats(0.01, 3.0), st.floats(-1.0, 6.0), st.integers(0, 1)), max_size=7),
+)
+def test_no_choice_leaves_out_fewer(prompts: list[tuple[float, float, int]]) -> None:
+    """Of every level as many are in time as of any of its subsets, behind all that is more important."""
+    queue = [prompt(first_token_in=due, priority=level) for _, due, level in prompts]
+    seconds = {seq: each[0] for seq, each in zip(queue, prompts, strict=True)}
+    levels = {seq: float(seq.objectives.priority) for seq in queue}
+    queue.sort(key=lambda seq: (levels[seq], seq.objectives.due))
+    late, begin = left_out(queue, seconds, levels, 0.0), 0.0
+    for level in (0.0, 1.0):
+        mine = [seq for seq in queue if levels[seq] == level]
+        kept = [seq for seq in mine if seq not in late]
+        assert in_time(kept, seconds, begin)
+        more = combinations(mine, len(kept) + 1)
+        assert not any(in_time(found, seconds, begin + 2e-9) for found in more)
+        begin += sum(seconds[seq] for seq in mine)
+
+
+def in_time(queue: Sequence[SequenceState], seconds: dict[SequenceState, float], begin: float) -> bool:
+    """True if all are, one after the other."""
+    for seq in queue:
+        begin += seconds[seq]
+        if begin > seq.objectives.due + 1e-9:
+            return False
+    return True
 
 
 @settings(max_examples=100, deadline=None)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import exp, inf, log2, sqrt
 
 from router.calibration import URGENCIES, Calibration, Drift
-from router.candidate import Candidate, QueuedPrompt
+from router.candidate import UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
-from router.placements import SHORTLIST
+from router.placements import MIXED, SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     LATE_SHARE,
@@ -119,7 +119,7 @@ class PlainChoice:
             return self.first_roughly(worker) + demand.output * self.step(worker)
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
-        mixed = sorted((worker for worker in able if worker.prefills), key=text)[:SHORTLIST]
+        mixed = sorted((worker for worker in able if worker.prefills), key=text)[:MIXED]
         self.choice = bool(split) or any(not worker.decodes for worker in view.prefill)
         return [self.pair(prefill, decode) for decode in (*split, *mixed) for prefill in self.feeds(decode, quickest)]
 
@@ -163,7 +163,9 @@ class PlainChoice:
         usual_token = min(held, mean / each)
         token = min(held, after_backlog(usual_token, pause, left - begun, tokens)) + transfer / tokens
         tpot = token * factor_of(drift)
-        if self.tpot is not None:
+        if self.tpot is not None and decode.prefills:  # prompts are held back for it: by steps without them
+            chance *= within(self.tpot, step / each + transfer / tokens, cost.error)
+        elif self.tpot is not None:
             chance *= within(self.tpot, tpot, sqrt(drift.variance))
         raw = queue, compute, transfer, step, token, ttft, tpot, error, sqrt(drift.variance), self.urgency, self.due_in
         lost = others_missed(decode, cost, self.step(decode) / usual, step / usual)
@@ -235,7 +237,8 @@ def newcomers_missed(
             continue
         alone, first, in_time = kind.seconds * factor, 0.0, 1.0
         if kind.priority == prompt.priority:
-            first, in_time = max(0.0, prompt.due - now - kind.limit), chance
+            due_in = prompt.due - now if prompt.due < inf else UNHURRIED
+            first, in_time = max(0.0, due_in - kind.limit), chance
         behind = max(0.0, waits + taken - first)
         if behind and in_time > NEVER:
             early = within(kind.limit, waits + alone, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +24,7 @@ from router.predict import (
     queued_lost,
 )
 from serving.messages import TPOT_BINS_MS, Role, Slo
-from serving.step_cost import StepCost
+from serving.step_cost import StepCost, StepLoad
 from tests.router.conftest import World, expected, wanted
 from tests.router.costed import COST, choose, wanting, worker
 from tests.router.scripted import lease_view
@@ -209,7 +210,14 @@ def test_a_choice_among_many_workers_is_quick() -> None:
 
 # ---- who passes whom in a queue ------------------------------------------------------------------------------------
 
-QUEUED = st.builds(QueuedPrompt, st.integers(-1, 1), st.floats(-5.0, 20.0), st.floats(0.001, 3.0))
+QUEUED = st.builds(
+    QueuedPrompt,
+    st.integers(-1, 1),
+    st.floats(-5.0, 20.0) | st.just(inf),
+    st.floats(0.001, 3.0),
+    st.floats(-90.0, 0.0) | st.none(),
+    st.floats(0.0, 1.0),
+)
 
 
 def test_a_prompt_that_is_due_soon_does_not_wait_for_those_that_are_not() -> None:
@@ -229,13 +237,26 @@ def test_it_does_not_pass_those_that_would_then_be_late() -> None:
     assert choose(wanting(tokens=1000, ttft=1.05), behind, spare).prefill is spare
 
 
+def test_prompts_that_are_held_back_for_a_tpot_are_no_risk_to_it() -> None:
+    """A mixed worker that computes prompts all the time keeps its TPOTs; not where steps without them are too long."""
+    calm, busy = (worker("w", rows=10, prompt_share=share) for share in (0.0, 0.9))
+    crowded = worker("w", rows=60, prompt_share=0.9)
+    tight = 3e3 * COST.seconds(StepLoad(11, 3300, 11, 3300))
+    calm_score, busy_score, crowded_score = (
+        choose(wanting(ttft=60.0, tpot_ms=tight), each).considered[0].score for each in (calm, busy, crowded)
+    )
+    assert busy_score == pytest.approx(calm_score, abs=0.01)
+    assert crowded_score < busy_score - 0.3
+
+
 @given(st.lists(QUEUED, max_size=12), QUEUED, st.floats(0.0, 30.0))
 def test_a_prompt_waits_for_no_more_than_all_that_is_there(
     queued: list[QueuedPrompt], prompt: QueuedPrompt, waiting: float
 ) -> None:
     there = worker("w", waiting_seconds=waiting, queued=queued)
     waits = queue_seconds(there, COST, prompt, 0.0)
-    assert 0.0 <= waits <= backlog_seconds(there, COST, 0.0) * (1 + 1e-9)
+    sent = sum(other.seconds for other in queued)
+    assert 0.0 <= waits <= max(backlog_seconds(there, COST, 0.0), sent) * (1 + 1e-9)
     hurried = prompt._replace(due=prompt.due - 1.0)
     assert queue_seconds(there, COST, hurried, 0.0) <= waits + 1e-9
     assert 0.0 <= queued_lost(there, COST, prompt, Drift(), 0.0) <= len(queued)
@@ -260,9 +281,11 @@ async def test_the_router_knows_the_prompts_it_has_sent_until_their_first_token(
     seen = [entry.candidate.queued async for _ in world.router.generate(request)]
     assert seen and all(queued == () for queued in seen)
     reserved = world.fleet.reserve(entry.candidate, Dispatched(prompt_tokens=9, prompt_seconds=0.5), (3, 7.0))
-    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5),)
+    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5, at=100.0),)
     world.fleet.heartbeat(entry.status)
-    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5),), "a heartbeat does not say that it is computed"
+    assert entry.candidate.queued == (QueuedPrompt(3, 7.0, 0.5, at=100.0),), (
+        "a heartbeat does not say that it is computed"
+    )
     reserved.release()
     assert list(entry.candidate.queued) == []
     await world.fleet.close()

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefill import ordering
 from router.arrivals import Arrivals
 from router.calibration import Drift
-from router.candidate import QueuedPrompt
+from router.candidate import AGE, STEP, UNHURRIED, QueuedPrompt
 from router.chances import within
 from router.predict import (
     LATE_SHARE,
     after_backlog,
+    backlog_seconds,
     held_seconds,
     newcomers_lost,
     others_lost,
     prompt_seconds,
     queue_seconds,
+    queued_lost,
 )
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
@@ -126,14 +130,65 @@ def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows
     assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
 
 
-def test_what_will_be_late_in_any_case_is_mostly_passed() -> None:
+def test_what_will_be_late_in_any_case_is_passed() -> None:
     """Workers compute it last (prefill.ordering), be it due already or not."""
     for due in (-1.0, 0.5):
         late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, due, 1.0)])
         for other in (0.6, 5.0):
-            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == pytest.approx(LATE_SHARE)
+            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == 0.0
     hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.5, 1.0)])
     assert queue_seconds(hopeful, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("now", [0.0, 0.5, 0.9, 5.0])
+def test_a_queue_is_no_shorter_the_older_the_heartbeat(now: float) -> None:
+    """What was reported to wait counts down, as if nothing slowed it down; who has no first token waits."""
+    there = worker("w", waiting_seconds=1.0, queued=[QueuedPrompt(0, 9.0, 0.4), QueuedPrompt(0, 20.0, 0.6)])
+    assert queue_seconds(there, COST, QueuedPrompt(0, 10.0, 0.1), now) == pytest.approx(0.4)
+    assert queue_seconds(there, COST, QueuedPrompt(0, 30.0, 0.1), now) == pytest.approx(1.0)
+
+
+def test_what_other_routers_have_sent_is_spread_as_our_own() -> None:
+    there = worker("w", waiting_seconds=3.0, queued=[QueuedPrompt(0, 9.0, 0.5), QueuedPrompt(0, 30.0, 1.5)])
+    assert queue_seconds(there, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(0.5 + 1.0 / 4)
+    late = worker("l", waiting_seconds=3.0, queued=[QueuedPrompt(0, 0.1, 1.0)])
+    assert queue_seconds(late, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(2.0)
+    half = worker("h", waiting_seconds=20.0, queued=[QueuedPrompt(0, 1.0, 5.0), QueuedPrompt(0, 15.0, 5.0)])
+    assert queue_seconds(half, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(10.0), "late ones count once"
+
+
+def test_prompts_without_objectives_are_never_late() -> None:
+    """Workers leave them out for nobody, and compute the oldest first."""
+    plain = [QueuedPrompt(0, inf, 1.0, at=float(at)) for at in range(20)]
+    there = worker("w", waiting_seconds=20.0, queued=plain)
+    for now in (20.0, 25.0):
+        assert queue_seconds(there, COST, QueuedPrompt(0, inf, 0.1), now) == pytest.approx(20.0)
+        first = int(now + 3.0 - UNHURRIED) + 1  # those that are treated as due sooner
+        assert queue_seconds(there, COST, QueuedPrompt(0, now + 3.0, 0.1), now) == pytest.approx(first)
+
+
+def test_late_prompts_that_are_more_important_are_not_passed() -> None:
+    """By their class, or raised by a class as they have waited: workers leave prompts out for others of their level."""
+    prompt, now = QueuedPrompt(0, 61.0, 0.1), 60.0
+    for other, waits in (
+        (QueuedPrompt(-1, 1.0, 5.0, at=59.0), 5.0),
+        (QueuedPrompt(0, 1.0, 5.0, at=30.0), 5.0),
+        (QueuedPrompt(STEP, 1.0, 5.0, at=0.0), 5.0),
+        (QueuedPrompt(STEP, 1.0, 5.0, at=30.0), 0.0),
+        (QueuedPrompt(0, 1.0, 5.0, at=30.1), 0.0),
+        (QueuedPrompt(1, 90.0, 5.0, at=59.0), 0.0),
+    ):
+        there = worker("w", waiting_seconds=5.0, queued=[other])
+        assert queue_seconds(there, COST, prompt, now) == pytest.approx(waits), other
+        assert backlog_seconds(there, COST, 0.0) == 5.0, "what decodes goes on beside all of it"
+
+
+def test_those_that_are_late_anyhow_are_not_lost_to_a_prompt_that_passes_them() -> None:
+    drift, prompt = Drift(), QueuedPrompt(0, 1.0, 0.9)
+    late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.1, 1.5)])
+    hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.6, 1.5)])
+    assert queued_lost(late, COST, prompt, drift, 0.0) == 0.0
+    assert queued_lost(hopeful, COST, prompt, drift, 0.0) > 0.3
 
 
 ARRIVALS = st.builds(
@@ -212,3 +267,7 @@ def test_leases_that_wait_for_prompts_count_by_the_share_that_decodes(running: i
     there = replace(worker("w", running=running, leases=running + waiting), decoding=share)
     assert there.decode_load.sequences == running + round(share * waiting)
     assert replace(there, decoding=1.0).decode_load.sequences == there.held_leases
+
+
+def test_workers_order_prompts_by_the_same_constants() -> None:
+    assert (AGE, STEP, UNHURRIED) == (ordering.AGE, ordering.STEP, ordering.UNHURRIED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -180,6 +181,30 @@ def test_what_one_prompt_was_late_by_counts_once() -> None:
     now[0] = 103.0  # the second one, as predicted
     prompts[1].release(computed=True)
     assert worker.busy_until == 105.0
+
+
+def test_prompts_that_share_steps_take_as_long_as_the_worker_says() -> None:
+    """Until their first tokens come, however old its heartbeat is; others that were sent since count whole."""
+    registry, now = Registry(5.0), [100.0]
+    registry.heartbeat(make_status("a"), now[0])
+    worker = registry.get("a-life")
+    assert worker is not None
+    sent = [Reservation(worker, Dispatched(prompt_seconds=0.027), lambda: now[0], (0, inf)) for _ in range(50)]
+    waits = lambda: sum(prompt.seconds * prompt.share for prompt in worker.candidate.queued)  # noqa: E731
+    assert waits() == pytest.approx(1.35)
+    now[0] = 100.5
+    registry.heartbeat(make_status("a", waiting_seconds=0.315), now[0])
+    assert waits() == pytest.approx(0.315)
+    now[0] = 101.4
+    assert waits() == pytest.approx(0.315)
+    Reservation(worker, Dispatched(prompt_seconds=1.0), lambda: now[0], (0, inf))
+    for prompt in sent[:25]:
+        prompt.release(computed=True)
+    assert waits() == pytest.approx(1.0 + 0.315 / 2)
+    registry.heartbeat(make_status("a", waiting_seconds=0.315), now[0], made_at=100.6)
+    assert waits() == pytest.approx(1.0 + 0.315 / 2), "first tokens that came since it was made"
+    registry.heartbeat(make_status("a", waiting_seconds=9.0), now[0])
+    assert waits() == pytest.approx(1.0 + 25 * 0.027), "others have sent the rest"
 
 
 def test_a_time_that_cannot_be_right_counts_as_now() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from router.calibration import Calibration
 from router.candidate import Candidate, Dispatched
-from router.placements import SHORTLIST, PlacementSearch
+from router.placements import MIXED, SHORTLIST, PlacementSearch
 from router.policy import Demand
 from router.predict import KnownCosts
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
@@ -75,4 +75,4 @@ def test_as_many_placements_are_predicted_for_hundreds_of_workers_as_for_a_few()
         view, costs = lease_view(demand, workers), KnownCosts(workers)
         return len(PlacementSearch(demand, view, 0.0, costs, Calibration(), demand.turn(0.0)).placements())
 
-    assert considered(100) == considered(2 * SHORTLIST) <= 2 * SHORTLIST * (SHORTLIST + 1)
+    assert considered(100) == considered(2 * MIXED) <= (SHORTLIST + MIXED) * (SHORTLIST + 1)

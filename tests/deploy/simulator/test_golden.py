@@ -60,16 +60,16 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
     "two routers": lambda: outcomes((MIXED,) * 4, rate=30.0, routers=2),
 }
 GOLDEN = {
-    "mixed": "c7997d36d11be85c",
+    "mixed": "c0dc5b4f1c85f464",
     "split": "081ed3ef769ecd0f",
-    "auto": "b064f0b0f0c97098",
-    "prefixes": "84c2fcbd4696dbd8",
-    "preempted": "fa50f450bf1805e0",
+    "auto": "9d72660b481776ec",
+    "prefixes": "d9a118757c49b856",
+    "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
-    "drafts": "2c235608b100efbf",
-    "a lost worker": "ab47ff08991acbd5",
-    "workers that leave and join": "b9cf713b8d4fd9d9",
-    "two routers": "1a478af7ce4b2141",
+    "drafts": "364ac9f998ddbe31",
+    "a lost worker": "3e553dc19fe8f7f1",
+    "workers that leave and join": "303b07933dda9acf",
+    "two routers": "d5d95f2d4be8db01",
 }
 
 
