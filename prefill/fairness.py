@@ -22,7 +22,8 @@ class FairPrompts:
     """The tokens of prompts that tenants were computed by one worker.
 
     While two tenants have prompts of one level in the queue, and their order is by `turns`, neither is computed more
-    tokens than the other by more than the other's next prompt and EQUAL.
+    tokens than the other by more than the other's next prompt and EQUAL. A prompt that is in time for some steps, and
+    late then, adds what it is computed in these: it went before others of its tenant, and comes behind them.
     """
 
     def __init__(self) -> None:

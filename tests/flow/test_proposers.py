@@ -269,4 +269,4 @@ def test_a_text_survives_the_death_of_the_worker_that_drafts_it(tmp_path: Path) 
 def ask_all(client: Client) -> list[Asked]:
     kinds = ({"temperature": 0.0}, {"temperature": 1.0, "seed": 11, "top_p": 0.9})
     wanted = prompts(4, shortest=60, longest=90, seed=3)
-    return [client.start(prompt, stream=True, max_tokens=300, **kinds[i % 2]) for i, prompt in enumerate(wanted)]
+    return [client.start(prompt, stream=True, max_tokens=600, **kinds[i % 2]) for i, prompt in enumerate(wanted)]
