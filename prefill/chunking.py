@@ -78,9 +78,8 @@ class SlackChunks(Chunking):
     At most the step's budget. What a sequence is early by may be used, but for what the model's error may take, and no
     step is longer than GAP of its TPOTs. TPOT is a mean, and what one step takes too long others make up for: of a text
     that has only begun nothing is kept, and with each token RISE of its slack more, unless fewer than ENOUGH tokens may
-    follow. One that has missed its objectives,
-    or could not catch up any more, is bounded by GAP alone; a TPOT below what a step of the sequence alone takes counts
-    as that.
+    follow. One that has missed its objectives, or could not catch up any more, is bounded by GAP alone; a TPOT below
+    what a step of the sequence alone takes counts as that.
 
     So that prompts go on, LEAN_STEPS in a row compute FLOOR of their tokens together whatever decodes, the last of them
     what the others did not; where nothing decodes each does. Prompts that are due at no time and less important than a
