@@ -26,7 +26,7 @@ from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
-    from serving.kernels.gpu.prompt_choice import NotUsed, Trial
+    from serving.kernels.gpu.prompt_choice import LibraryTrial, NotUsed
     from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
 
@@ -119,7 +119,7 @@ def beside_flashinfer(
         heads=sizes.heads, kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, block_size=BLOCK, dtype=q.dtype
     )
     try:
-        with Trial():
+        with LibraryTrial():
             from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # the extra `flashinfer`
 
             prompts = FlashInferPrompts(shape, bench.device).step(batch)

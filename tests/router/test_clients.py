@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 
@@ -119,7 +119,9 @@ async def test_nobody_there_is_a_lost_worker(remote: Remote) -> None:
 async def test_without_the_key_every_door_is_shut(remote: Remote, key: str | None) -> None:
     stranger = RemoteWorker(Caller(remote.address, key))
     with pytest.raises(Unauthorized):
-        await stranger.connect("router", remote.events.extend, remote.lost.append)
+        for _ in range(20):  # the first word of a session is on its way when it is refused, and may hide why
+            with suppress(WorkerLost):  # https://github.com/grpc/grpc/issues/36066
+                await stranger.connect("router", remote.events.extend, remote.lost.append)
     with pytest.raises(Unauthorized):
         [one async for one in stranger.run(remote.prefill(None))]
     await stranger.close()

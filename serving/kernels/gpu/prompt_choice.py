@@ -170,7 +170,7 @@ def _quicker(work: PromptWork, device: torch.device, clock: Callable[[], float])
     made = _tried(work, device)
     if known is not None:
         return made, "as was measured before"
-    with Trial():
+    with LibraryTrial():
         gain = _gain(made, work, device, clock)
     choice.cache[work.key] = FLASHINFER if gain >= WORTH else TRITON
     kept.keep()
@@ -181,7 +181,7 @@ def _quicker(work: PromptWork, device: torch.device, clock: Callable[[], float])
 
 def _tried(work: PromptWork, device: torch.device) -> PromptAttention:
     """FlashInfer, whose kernels are built, and give Triton's numbers. Raises NotUsed where they do not."""
-    with Trial():
+    with LibraryTrial():
         from serving.kernels.gpu.flashinfer_prompts import FlashInferPrompts  # it may not be installed
 
         made = FlashInferPrompts(work.shape, device)
@@ -195,7 +195,7 @@ def _tried(work: PromptWork, device: torch.device) -> PromptAttention:
     return made
 
 
-class Trial:
+class LibraryTrial:
     """The library is called: whatever it ends with, it is not used. It compiles when it is first called, may be of
     another version, and may find a device or a machine that it does not know. Raises NotUsed in the place of that.
     """

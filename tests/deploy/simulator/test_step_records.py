@@ -292,7 +292,7 @@ def test_recorded_steps_tell_more_of_an_irregular_machine_than_its_fit(
     with monkeypatch.context() as patched:
         patched.setattr(StepMeter, "stepped", recording)
         patched.setattr(simulated_cluster, "lognormal", lambda sigma, seed: machine(seed))
-        served = p90s(play(plan, 3, looks))
+        served = p90s(play(plan, 6, looks))
     fields = {
         each.name: float(np.mean([getattr(look, each.name) for look in looks])) for each in dataclasses.fields(COST)
     }
