@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
+from grpc import StatusCode
+
 from router.prefill_call import BROKEN_CALL
 from router.renewed_session import RenewedSession
-from serving.errors import NEVER_SENT, MillraceError, StaleLease, WorkerLost
+from serving.errors import NEVER_SENT, MillraceError, StaleLease, Unauthorized, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
@@ -56,11 +58,7 @@ class RemoteWorker:
             call.cancel()
 
     async def audit(self) -> list[Audit]:
-        with asking(self.caller.address):
-            reply = await stubs.WorkerStub(self.caller.channel).GetAudit(
-                pb.AuditRequest(), metadata=self.caller.metadata, timeout=5
-            )
-        return [from_pb(audit, Audit) for audit in reply.audits]
+        return [from_pb(audit, Audit) for audit in (await _audit(self.caller)).audits]
 
     async def close(self) -> None:
         await self.caller.close()
@@ -89,9 +87,25 @@ class RemoteSession:
                 async for reply in call:
                     self._take(reply)
         except MillraceError as broken:
-            error = broken
+            error = broken if self.welcome.done() else await self._why(broken)
         finally:
             self._end(error)
+
+    async def _why(self, broken: MillraceError) -> MillraceError:
+        """What keeps the worker from welcoming this router, for all that a session without welcome tells.
+
+        A stream that is refused while its first message is on its way may end as an internal error, without what the
+        worker said: https://github.com/grpc/grpc/issues/36066. A call of one message tells.
+        """
+        if broken.code != StatusCode.INTERNAL.name:
+            return broken
+        try:
+            await _audit(self.caller)
+        except Unauthorized as told:
+            return told
+        except MillraceError:
+            pass  # which tells no more
+        return broken
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
         while (request := await self._outgoing.get()) is not None:
@@ -166,6 +180,11 @@ class RemoteSession:
         self._outgoing.put_nowait(None)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def _audit(caller: Caller) -> pb.AuditReply:
+    with asking(caller.address):
+        return await stubs.WorkerStub(caller.channel).GetAudit(pb.AuditRequest(), metadata=caller.metadata, timeout=5)
 
 
 def _retrieved(asked: asyncio.Future[Prefilled]) -> None:

@@ -45,6 +45,7 @@ class Remote:
         self.address = f"127.0.0.1:{listen(self.server, '127.0.0.1', 0, self.tls)}"
         DecodeService(self.worker.decode, self.worker.prefill).add_to(self.server)
         stubs.add_PrefillServicer_to_server(PrefillService(self.worker.prefill), self.server)
+        stubs.add_WorkerServicer_to_server(stubs.WorkerServicer(), self.server)  # which implements nothing
         await self.server.start()
         self.worker.start()
         self.link = RemoteWorker(Caller(self.address, KEY, self.calling))

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import pytest
+from grpc import StatusCode, aio
 
 from router.clients import RemoteSession, RemoteWorker
 from serving.errors import (
     InvalidRequest,
+    MillraceError,
     NoRoom,
     StaleLease,
     Unauthorized,
     WorkerLost,
 )
 from serving.messages import LeaseGrant
+from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller
 from tests.fakes.sequences import make_order
 from tests.prefill.scripted import written_out
-from tests.router.remote import PROMPT, Remote
+from tests.router.remote import KEY, PROMPT, Remote
 
 
 async def test_a_lease_lives_over_the_wire(remote: Remote) -> None:
@@ -119,11 +123,33 @@ async def test_nobody_there_is_a_lost_worker(remote: Remote) -> None:
 async def test_without_the_key_every_door_is_shut(remote: Remote, key: str | None) -> None:
     stranger = RemoteWorker(Caller(remote.address, key))
     with pytest.raises(Unauthorized):
-        for _ in range(20):  # the first word of a session is on its way when it is refused, and may hide why
-            with suppress(WorkerLost):  # https://github.com/grpc/grpc/issues/36066
-                await stranger.connect("router", remote.events.extend, remote.lost.append)
+        await stranger.connect("router", remote.events.extend, remote.lost.append)
     with pytest.raises(Unauthorized):
         [one async for one in stranger.run(remote.prefill(None))]
+    await stranger.close()
+
+
+class HidesWhy:
+    """A stub whose streams end as gRPC ends those that are refused while a message is on its way."""
+
+    def __init__(self, channel: aio.Channel):
+        pass
+
+    async def Session(self, requests: object, metadata: object) -> AsyncIterator[object]:
+        nothing = aio.Metadata()
+        raise aio.AioRpcError(StatusCode.INTERNAL, nothing, nothing, "Received RST_STREAM with error code 0")
+        yield
+
+
+@pytest.mark.parametrize(("key", "told"), [("wrong", Unauthorized), (KEY, WorkerLost)])
+async def test_a_session_that_ends_without_a_word_is_asked_about(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, key: str, told: type[MillraceError]
+) -> None:
+    monkeypatch.setattr(stubs, "DecodeStub", HidesWhy)
+    stranger = RemoteWorker(Caller(remote.address, key))
+    with pytest.raises(told):
+        await stranger.connect("router", remote.events.extend, remote.lost.append)
+    assert [type(error) for error in remote.lost] == [told]
     await stranger.close()
 
 
