@@ -184,7 +184,9 @@ class RemoteSession:
 
 async def _audit(caller: Caller) -> pb.AuditReply:
     with asking(caller.address):
-        return await stubs.WorkerStub(caller.channel).GetAudit(pb.AuditRequest(), metadata=caller.metadata, timeout=5)
+        stub = stubs.WorkerStub(caller.channel)
+        reply: pb.AuditReply = await stub.GetAudit(pb.AuditRequest(), metadata=caller.metadata, timeout=5)
+    return reply
 
 
 def _retrieved(asked: asyncio.Future[Prefilled]) -> None:

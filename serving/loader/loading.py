@@ -25,7 +25,13 @@ from serving.checkpoint.read_spec import read_spec
 from serving.checkpoint.weights import fuses_experts, sources
 from serving.kernels import float8
 from serving.kernels.torch_linears import use_cpu_linears
-from serving.loader.quantize_at_load import default_scheme, kept_scales, quantize, quantized_modules
+from serving.loader.quantize_at_load import (
+    default_scheme,
+    kept_scales,
+    leaves_any,
+    quantize,
+    quantized_modules,
+)
 from serving.loader.reading import fill_parameter
 from serving.loader.rotations import decoder_rotations, refuse_rotations, stored_rotations
 from serving.model.decoder import Decoder
@@ -60,8 +66,9 @@ def load(
     """Load the Hugging Face folder or GGUF file at `path`.
 
     `dtype` is float32, bfloat16, float16 or auto: the checkpoint's own for a folder, bfloat16 for a GGUF file.
-    `quantization` int8 makes its linear layers ones of 8-bit weights and activations, unless its files hold such: those
-    that `scheme` says, by default all where the fused step of a CPU computes them, and else what any kernels multiply.
+    `quantization` int8 makes its linear layers ones of 8-bit weights and activations, where its files do not hold such
+    already: those that `scheme` says, by default all where the fused step of a CPU computes them, and else what any
+    kernels multiply.
     `layout` takes off the model, before it has memory, what other ranks hold, and returns which rows and columns are
     left of the parameters it has cut: nothing else is read.
     Raises ValueError when the model is not supported or its files do not fit together.
@@ -85,8 +92,10 @@ def load(
     if rotated:  # which is said beside the files of tensors
         digest = extended(digest, json.dumps(rotated, sort_keys=True).encode())
     scales = None
-    if quantization == "int8" and not checkpoint.int8_names:
-        scales = kept_scales(path, digest, spec.max_position, scheme or default_scheme(spec, device))
+    if quantization == "int8" and layout is None and not checkpoint.float8:
+        scheme = scheme or default_scheme(spec, device)
+        if leaves_any(model, scheme):
+            scales = kept_scales(path, digest, spec.max_position, scheme)
     later = () if scales is None or scales.stored is None else quantized_modules(model, scales.scheme)
     fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)

@@ -55,6 +55,11 @@ def kept_scales(path: Path, fingerprint: str, longest: int, scheme: Int8Scheme) 
     return KeptScales(scheme=scheme, key=key, file=file, calibration=calibration, stored=_cached(file))
 
 
+def leaves_any(model: Decoder, scheme: Int8Scheme) -> bool:
+    """True if `scheme` quantizes a module that the checkpoint's files do not hold quantized."""
+    return any(True for _ in linear_sites(model, scheme))
+
+
 def quantized_modules(model: Decoder, scheme: Int8Scheme) -> frozenset[str]:
     """The layers' modules that `scheme` quantizes: with scales that are known, one after the other can be loaded."""
     return frozenset(site.name for site in linear_sites(model, scheme) if site.name != "head")

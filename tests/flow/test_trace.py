@@ -96,8 +96,8 @@ def test_one_trace_shows_the_request_across_four_processes(tiny_path: Path, tmp_
 
 
 def explained(server: MillraceServer, file: Path, body: dict[str, Any], headers: dict[str, str]) -> int:
-    """Phases cover at least 98 % of a request. How many were sent to see it: other processes of the machine may take the
-    cores between two phases, but not of every request.
+    """Phases cover at least 98 % of a request. How many were sent to see it: others may take the machine's cores
+    between two phases, but not of every request.
     """
     shares: list[float] = []
     while not shares or shares[-1] <= 0.98:

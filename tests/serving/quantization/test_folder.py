@@ -82,13 +82,31 @@ def test_what_is_written_is_read_back(architecture: str, scheme: Int8Scheme, tmp
     assert back.spec == ours.spec
     names = {name for name in load_file(tmp_path / "out" / "model.safetensors") if not name.endswith("_scale")}
     assert names == open_checkpoint(source)[1].names
-    again = load(tmp_path / "out", quantization="int8")  # already is
+    again = load(tmp_path / "out", quantization="int8", scheme=scheme)  # already is
     assert again.fingerprint == back.fingerprint
 
 
 def rotations(loaded: LoadedModel) -> dict[str, int]:
     modules = loaded.model.named_modules()
     return {name: module.rotation for name, module in modules if isinstance(module, QuantizedLinear)}
+
+
+def test_what_a_folder_has_left_wide_is_quantized_where_that_is_asked_for(tmp_path: Path) -> None:
+    quantize(save(build(configs()["llama2"]), tmp_path / "source"), tmp_path / "out")
+    stored, whole = load(tmp_path / "out"), load(tmp_path / "out", quantization="int8")
+    wide = {name for name, module in stored.model.named_modules() if isinstance(module, nn.Linear)} - {"head"}
+    assert {name.split(".", 2)[2] for name in wide} == {"mlp.gate_up", "mlp.down"}
+    assert {name for name, module in whole.model.named_modules() if isinstance(module, nn.Linear)} == {"head"}
+    assert {name for name, block in rotations(whole).items() if block} == wide
+    values = dict(whole.model.named_parameters())
+    for name, value in stored.model.named_parameters():
+        if name.endswith(("qkv.weight", "o.weight", "o.scale")):
+            assert torch.equal(value, values[name]), name
+    assert apart(logits(stored.model), logits(whole.model)) < 0.05
+    assert whole.fingerprint != stored.fingerprint
+    again = load(tmp_path / "out", quantization="int8")  # with scales that were kept, layer by layer
+    same(whole, again)
+    assert again.fingerprint == whole.fingerprint
 
 
 @pytest.fixture
