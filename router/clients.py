@@ -9,8 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from grpc import StatusCode
-
 from router.prefill_call import BROKEN_CALL
 from router.renewed_session import RenewedSession
 from serving.errors import NEVER_SENT, MillraceError, StaleLease, Unauthorized, WorkerLost
@@ -18,7 +16,7 @@ from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import Caller, asking
+from serving.rpc import INTERNAL, Caller, asking
 from serving.wire import error_from_pb, event_from_pb, from_pb, to_pb
 
 T = TypeVar("T")
@@ -97,7 +95,7 @@ class RemoteSession:
         A stream that is refused while its first message is on its way may end as an internal error, without what the
         worker said: https://github.com/grpc/grpc/issues/36066. A call of one message tells.
         """
-        if broken.code != StatusCode.INTERNAL.name:
+        if broken.code != INTERNAL:
             return broken
         try:
             await _audit(self.caller)

@@ -22,10 +22,7 @@ class ModelConfig:
         "auto", "type of the weights and of the KV cache", choices=("auto", "float32", "bfloat16", "float16")
     )
     quantization: str | None = option(
-        None,
-        "compress the weights when they are loaded: int8 weights and activations (W8A8); of an INT8 folder what it has "
-        "left wide",
-        choices=("int8",),
+        None, "compress wide weights as they are loaded: int8 weights and activations (W8A8)", choices=("int8",)
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache; auto: as --dtype", choices=("auto", "int8"))
     served_model_name: tuple[str, ...] = option(

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 256 << 20  # bytes; the largest message is a prompt's token ids or one KV chunk
 UNANSWERED_MS = 15_000  # a peer that answers no ping for so long is gone; one that was stopped for 10 s is not
+INTERNAL = grpc.StatusCode.INTERNAL.name
 # How gRPC begins what it says of a call that it could not send: nobody listens, or the name has no address.
 NO_CONNECTION = ("failed to connect", "errors resolving")
 # A server that refuses a client's certificate, or hears no TLS from it, ends the connection, and gRPC tells no more.
