@@ -22,6 +22,7 @@ from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_copies import HostCopies, KVCopies, copies_of
 from kvcache.memory.kv_dtype import stored_as
 from kvcache.memory.token_slots import TokenSlots
+from serving.host_memory import PAGE, HostMemory
 from serving.kvspec import AUTO, ITEM_BYTES, SCALE, LayerKV, Plane
 
 _SCALE_BYTES = 4
@@ -44,8 +45,10 @@ class DeviceKV:
         self.block_size = block_size
         if planes is None:
             size, where = (num_blocks, block_size), torch.device(device)
+            memory = HostMemory(num_blocks * block_size * token_bytes(self.specs) + PAGE * _planes_of(self.specs))
             planes = [
-                tuple(_zeros((*size, *plane.shape), plane.dtype, where) for plane in spec.planes) for spec in self.specs
+                tuple(_zeros((*size, *plane.shape), plane.dtype, where, memory) for plane in spec.planes)
+                for spec in self.specs
             ]
         self.planes = list(planes)
         self._kept: dict[str, DeviceKV] = {AUTO: self}
@@ -140,12 +143,16 @@ def _within(spec: LayerKV, planes: Sequence[Tensor], target: LayerKV) -> tuple[T
     return tuple(view(plane) for plane in target.planes)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device) -> Tensor:
-    """Zeros; in host memory they take up room only once they are written, so many blocks cost nothing to make."""
+def _planes_of(specs: Sequence[LayerKV]) -> int:
+    return sum(len(spec.planes) for spec in specs)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, device: torch.device, memory: HostMemory) -> Tensor:
+    """Zeros; in host `memory` they take up room only once they are written, so many blocks cost nothing to make."""
     kind: torch.dtype = getattr(torch, dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=kind, device=device)
-    return torch.from_numpy(np.zeros(prod(shape) * kind.itemsize, dtype=np.uint8)).view(kind).view(shape)
+    return memory.take(prod(shape) * kind.itemsize).view(kind).view(shape)
 
 
 def token_bytes(specs: Sequence[LayerKV]) -> int:

@@ -86,9 +86,9 @@ INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, l
     }
 }
 
-#if defined(__AVX512F__)
-// 16 rows of 16 words, transposed: out[j][i] = rows[i][j], out rows 32 words apart.
+// 16 rows of 16 words from `at` on, transposed: out[j][i] = rows[i][at + j], out rows 32 words apart.
 INLINE void transpose_16(const int32_t* const* rows, long at, int32_t* out) {
+#if defined(__AVX512F__)
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + at);
@@ -118,8 +118,11 @@ INLINE void transpose_16(const int32_t* const* rows, long at, int32_t* out) {
         _mm512_storeu_si512(out + (4 + i) * PANEL, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88));
         _mm512_storeu_si512(out + (12 + i) * PANEL, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xdd));
     }
-}
+#else
+    for (long r = 0; r < 16; ++r)
+        for (long w = 0; w < 16; ++w) out[w * PANEL + r] = rows[r][at + w];
 #endif
+}
 
 // Keys across: panel p, word w, column c holds word w of key 32 p + c. Columns past `count` are left as they are: the
 // mask throws their scores away.
@@ -128,12 +131,10 @@ INLINE void pack_keys(const PackedChunk& s, Ahead& ahead, long words) {
     for (long i = 0; i < count; i += 16) {
         ahead.fetch(fetched);
         int32_t* out = s.k + (i / PANEL) * words * PANEL + i % PANEL;
-#if defined(__AVX512F__)
         if (words % 16 == 0 && i + 16 <= count) {
             for (long w = 0; w < words; w += 16) transpose_16(s.rows + i, w, out + w * PANEL);
             continue;
         }
-#endif
         for (long r = 0; r < least(16, count - i); ++r)
             for (long w = 0; w < words; ++w) out[w * PANEL + r] = s.rows[i + r][w];
     }

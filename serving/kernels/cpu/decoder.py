@@ -22,7 +22,7 @@ from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear
 from serving.kernels.layer_weights import LayerWeights, MoeWeights
 
 CHUNK = 128  # keys, as in chunk.h
-STATE_EXTRA = 32  # floats, as in attention.h
+STATE_EXTRA = 32  # floats, as in item.h
 BATCH_ARRAYS = ("tokens", "positions", "slots", "query_start", "context_lens", "block_tables", "logits_rows")
 
 

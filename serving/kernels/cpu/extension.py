@@ -14,11 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from serving.host_memory import HostMemory
 from serving.kernels.cpu.build import BuildError, build, find_compiler, prebuilt_path
 from serving.kernels.cpu.structures import Finish, Kind, declare, operations
 from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
+
+WEIGHTS_MAPPED = 64 << 20  # bytes of weights that lie in one mapping
 
 
 def default_threads() -> int:
@@ -67,6 +70,7 @@ class Kernels:
         self.threads = threads or default_threads()
         self.context = library.millrace_create(self.threads)
         self._operations = operations(library, self.form)
+        self._memory = HostMemory(WEIGHTS_MAPPED)
         self._close = weakref.finalize(self, library.millrace_destroy, self.context)
 
     def close(self) -> None:
@@ -93,7 +97,7 @@ class Kernels:
             raise ValueError(f"{inputs} inputs cannot be transformed {rotation} at a time before they are quantized")
         root = rotation**0.5 or 1.0  # what transforms leave undivided
         padded, words = -(-outputs // PANEL) * PANEL, -(-inputs * weight.itemsize // 4)
-        packed = torch.zeros(padded // PANEL, words, PANEL, dtype=torch.int32)
+        packed = self._memory.take(padded * words * 4).view(torch.int32).view(padded // PANEL, words, PANEL)
         source = weight.contiguous()
         self.library.millrace_pack(source.data_ptr(), outputs, inputs, weight.itemsize, packed.data_ptr())
         return PackedLinear(

@@ -81,9 +81,9 @@ INLINE void take_attention(Arena& arena, long item_tokens, long group, long head
     a.chunk.v = arena.take<int32_t>(CHUNK * padded_head);
     a.chunk.wide = arena.take<uint16_t>(CHUNK * padded_head);
     a.q = arena.take<int32_t>(rows * head_words);
-    a.scores = arena.take<float>(TILE_ROWS * CHUNK);
-    a.p = arena.take<int32_t>(TILE_ROWS * CHUNK);
-    a.part = arena.take<float>(TILE_ROWS * padded_head);
+    a.scores = arena.take<float>(SCORE_ROWS * CHUNK);
+    a.p = arena.take<int32_t>(SCORE_ROWS * CHUNK);
+    a.part = arena.take<float>(SCORE_ROWS * padded_head);
     a.acc = arena.take<float>(rows * padded_head);
     a.top = arena.take<float>(rows);
     a.total = arena.take<float>(rows);

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvcache.connector.block_io import part_bytes, read_blocks, write_part
 from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
 from kvcache.memory.kv_dtype import stored_as
+from serving.host_memory import PAGE
 from serving.kvspec import gqa
 from tests.fakes.kv_layouts import INT8, LAYOUTS, WITH_ROOM, WITHOUT_ROOM, all_bytes, random_pool, same_parts, token_at
 
@@ -65,6 +66,16 @@ def test_a_new_pool_is_zero_and_shaped_by_its_specs() -> None:
     shapes = [tuple(plane.shape) for planes in device_kv.planes for plane in planes]
     assert shapes == [(3, 2, 3), (3, 2), (3, 2, 2, 5), (3, 2, 2, 4), (3, 2, 2, 4)]
     assert set(all_bytes(device_kv)) == {0}
+
+
+def test_planes_lie_one_after_another_on_pages_of_their_own() -> None:
+    """So that large pages hold them all, and each can be pinned."""
+    device_kv = DeviceKV((INT8, gqa(2, 4, "bfloat16")), 700, 3)
+    planes = [plane for layer in device_kv.planes for plane in layer]
+    assert [plane.data_ptr() - planes[0].data_ptr() for plane in planes] == [
+        sum(-(-before.nbytes // PAGE) * PAGE for before in planes[:number]) for number in range(len(planes))
+    ]
+    assert planes[0].data_ptr() % PAGE == 0
 
 
 def test_memory_is_counted_over_all_planes_of_all_layers() -> None:

@@ -1,0 +1,51 @@
+"""Zeros in host memory, handed out piece by piece from large mappings that ask for huge pages.
+
+What is read in full at every step, weights and KV, lies so in few pages, and the processor need not look up where each
+4 KiB of it are. It knows nothing of what the memory is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import torch
+from torch import Tensor
+
+PAGE = 4096  # bytes; each piece begins a page, so that it can be pinned by itself
+LEAST_HUGE = 4 << 20  # bytes of a mapping that asks for huge pages: of a smaller one they would waste too much
+
+
+class HostMemory:
+    """Pieces of mappings of `step` bytes; a larger piece has a mapping of its own.
+
+    Memory is taken up only as it is written, by a huge page (2 MiB) at a time where there are some. A mapping is given
+    back once none of its pieces is used any more. Several threads may take pieces.
+    """
+
+    def __init__(self, step: int):
+        self.step = step
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> Tensor:
+        """Zeros, uint8 [count]."""
+        if count == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        room = -(-count // PAGE) * PAGE
+        with self._lock:
+            if room > self.step:
+                return _mapped(room)[:count]
+            if room > len(self._rest):
+                self._rest = _mapped(self.step)
+            piece, self._rest = self._rest[:count], self._rest[room:]
+        return piece
+
+
+def _mapped(count: int) -> Tensor:
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if count >= LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

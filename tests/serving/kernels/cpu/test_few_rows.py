@@ -1,0 +1,66 @@
+"""Rows so few that all heads go through the keys together have the bits of a long prompt's, whatever the shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from serving.batch.ragged import RaggedBatch
+from serving.kernels import cpu
+from serving.kernels.cpu import Kind
+from tests.serving.kernels.cpu.test_attention import decoder_with
+
+LENGTH = 310  # two chunks of keys and some of a third
+# heads, KV heads, head_dim, tokens of a block, new tokens: what a tile, a panel or a block holds, and what it does not
+SHAPES = [
+    (9, 3, 64, 16, 1),
+    (9, 3, 64, 16, 4),  # a tile of rows
+    (9, 3, 64, 16, 5),  # more
+    (4, 1, 128, 32, 1),
+    (32, 8, 64, 16, 1),
+    (32, 8, 64, 16, 2),  # as many rows as there is room for
+    (32, 8, 64, 16, 3),  # more
+    (12, 2, 96, 24, 1),
+    (14, 2, 32, 4, 1),
+    (2, 2, 32, 1, 2),
+]
+
+
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "new"), SHAPES)
+@pytest.mark.parametrize("company", [0, 7])
+def test_few_rows_have_the_bits_of_many(
+    kernels: cpu.Kernels, company: int, heads: int, kv_heads: int, head_dim: int, block_size: int, new: int, window: int
+) -> None:
+    blocks = -(-LENGTH // block_size)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": head_dim}
+    size = {"block_size": block_size, "blocks": 9 * blocks}
+    _, decoder = decoder_with(kernels, Kind.BF16, window=window, **shape, **size)
+    order = torch.randperm(9 * blocks, generator=torch.Generator().manual_seed(1)).tolist()
+    tables = [order[i * blocks : (i + 1) * blocks] for i in range(9)]
+
+    def batch(starts: list[int], counts: list[int]) -> RaggedBatch:
+        tokens = [[0] * count for count in counts]
+        used = tables[: len(starts)]
+        return RaggedBatch.build(tokens=tokens, starts=starts, block_tables=used, block_size=block_size)
+
+    q = torch.randn(LENGTH, heads, head_dim)
+    whole = decoder.attention(0, batch([0], [LENGTH]), q)
+    for start in (0, 14, 16, 31, 32, 126, 127, 128, 255, LENGTH - new):
+        beside = torch.randn(company, heads, head_dim)
+        rows = torch.cat([q[start : start + new], beside])
+        few = decoder.attention(0, batch([start] + [200 + i for i in range(company)], [new] + [1] * company), rows)
+        assert torch.equal(few[:new], whole[start : start + new]), start
+
+
+@pytest.mark.parametrize("at", ["first", "middle", "last"])
+def test_a_key_past_the_end_is_never_read(kernels: cpu.Kernels, at: str) -> None:
+    """Its row in the last block may hold anything."""
+    context = {"first": 1, "middle": 143, "last": 287}[at]
+    small, decoder = decoder_with(kernels, Kind.BF16, heads=9, kv_heads=3, head_dim=64, rotary_dim=64)
+    batch = RaggedBatch.build(tokens=[[0]], starts=[context - 1], block_tables=[list(range(18))], block_size=16)
+    q = torch.randn(1, 9, 64)
+    before = decoder.attention(0, batch, q)
+    for plane in (small.planes[0].k, small.planes[0].v):
+        plane.view(-1, 3, 64)[context:] = torch.nan
+    assert before.isfinite().all() and torch.equal(decoder.attention(0, batch, q), before)
