@@ -20,6 +20,7 @@ from serving.rpc import INTERNAL, Caller, asking
 from serving.wire import error_from_pb, event_from_pb, from_pb, to_pb
 
 T = TypeVar("T")
+ASKED_WHY = 1.0  # seconds a worker has to say why it has not welcomed a router
 
 
 class RemoteWorker:
@@ -56,7 +57,7 @@ class RemoteWorker:
             call.cancel()
 
     async def audit(self) -> list[Audit]:
-        return [from_pb(audit, Audit) for audit in (await _audit(self.caller)).audits]
+        return [from_pb(audit, Audit) for audit in (await _audit(self.caller, 5)).audits]
 
     async def close(self) -> None:
         await self.caller.close()
@@ -98,7 +99,7 @@ class RemoteSession:
         if broken.code != INTERNAL:
             return broken
         try:
-            await _audit(self.caller)
+            await _audit(self.caller, ASKED_WHY)
         except Unauthorized as told:
             return told
         except MillraceError:
@@ -180,10 +181,10 @@ class RemoteSession:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def _audit(caller: Caller) -> pb.AuditReply:
+async def _audit(caller: Caller, seconds: float) -> pb.AuditReply:
     with asking(caller.address):
         stub = stubs.WorkerStub(caller.channel)
-        reply: pb.AuditReply = await stub.GetAudit(pb.AuditRequest(), metadata=caller.metadata, timeout=5)
+        reply: pb.AuditReply = await stub.GetAudit(pb.AuditRequest(), metadata=caller.metadata, timeout=seconds)
     return reply
 
 

@@ -13,7 +13,7 @@ import threading
 import torch
 from torch import Tensor
 
-PAGE = 4096  # bytes; each piece begins a page, so that it can be pinned by itself
+PAGE = mmap.PAGESIZE  # bytes; each piece begins a page, so that it can be pinned by itself
 LEAST_HUGE = 4 << 20  # bytes of a mapping that asks for huge pages: of a smaller one they would waste too much
 
 
@@ -30,7 +30,7 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> Tensor:
-        """Zeros, uint8 [count]."""
+        """Zeros, uint8 [count]. Raises MemoryError if the system gives no more."""
         if count == 0:
             return torch.empty(0, dtype=torch.uint8)
         room = -(-count // PAGE) * PAGE
@@ -44,7 +44,10 @@ class HostMemory:
 
 
 def _mapped(count: int) -> Tensor:
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the host has no {count / 2**30:.1f} GiB of memory left") from error
     if count >= LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

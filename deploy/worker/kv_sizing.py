@@ -105,9 +105,11 @@ def kv_cache_bytes(config: EngineConfig, device: str, rehearse: Callable[[], obj
 
 @contextmanager
 def telling_what_takes_less() -> Iterator[None]:
-    """A device's memory that does not suffice, whatever it is for, becomes a ValueError that says what takes less."""
+    """Memory that does not suffice, a device's or the host's, becomes a ValueError that says what takes less."""
     try:
         yield
+    except MemoryError as error:
+        raise ValueError(f"{error}: lower --kv-cache-memory or --host-kv-memory") from error
     except RuntimeError as error:
         found: BaseException | None = error
         while found is not None and not isinstance(found, torch.OutOfMemoryError):

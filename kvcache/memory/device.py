@@ -26,6 +26,7 @@ from serving.host_memory import PAGE, HostMemory
 from serving.kvspec import AUTO, ITEM_BYTES, SCALE, LayerKV, Plane
 
 _SCALE_BYTES = 4
+MAPPED = 1 << 30  # bytes of one mapping at most: Linux refuses one that is larger than all memory, written to or not
 
 
 class DeviceKV:
@@ -45,7 +46,8 @@ class DeviceKV:
         self.block_size = block_size
         if planes is None:
             size, where = (num_blocks, block_size), torch.device(device)
-            memory = HostMemory(num_blocks * block_size * token_bytes(self.specs) + PAGE * _planes_of(self.specs))
+            needed = num_blocks * block_size * token_bytes(self.specs) + PAGE * _planes_of(self.specs)
+            memory = HostMemory(min(needed, MAPPED))
             planes = [
                 tuple(_zeros((*size, *plane.shape), plane.dtype, where, memory) for plane in spec.planes)
                 for spec in self.specs

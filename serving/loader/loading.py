@@ -6,6 +6,7 @@ The way from a path to a model that can run. Tokenizers and chat templates are r
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ from serving.model.spec import ModelSpec
 from serving.quantization.scheme import Int8Scheme
 
 __all__ = ["LoadedModel", "load", "resolve"]
+
+_log = logging.getLogger("millrace.quantization")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,10 +95,12 @@ def load(
     if rotated:  # which is said beside the files of tensors
         digest = extended(digest, json.dumps(rotated, sort_keys=True).encode())
     scales = None
-    if quantization == "int8" and layout is None and not checkpoint.float8:
-        scheme = scheme or default_scheme(spec, device)
-        if leaves_any(model, scheme):
+    if quantization == "int8" and leaves_any(model, scheme := scheme or default_scheme(spec, device)):
+        if layout is None and not checkpoint.float8:
             scales = kept_scales(path, digest, spec.max_position, scheme)
+        else:
+            whose = "ranks, which hold parts of them" if layout is not None else "a folder of FP8"
+            _log.warning("--quantization int8 compresses no further linear layers of %s: they stay as stored", whose)
     later = () if scales is None or scales.stored is None else quantized_modules(model, scales.scheme)
     fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)

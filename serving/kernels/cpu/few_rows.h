@@ -57,7 +57,7 @@ struct Share {
     }
 };
 
-// Where a plane's rows of the group at `key` lie, for KV head 0; past the last key its row again, whose weight is 0.
+// Where a plane's rows of the group at `key` lie, for KV head 0; past the last key its row again.
 INLINE void group_rows(const void* plane, const Places& places, long key, const int32_t** rows) {
     for (long i = 0; i < KEYS_AT_ONCE; ++i)
         rows[i] = reinterpret_cast<const int32_t*>(static_cast<const char*>(plane) +
@@ -78,12 +78,13 @@ INLINE void score_group(const int32_t* const* keys, long units, long at, long wo
          CHUNK);
 }
 
-// out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for the keys of `words` words. Of each
+// out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for its first `keys` keys. Of each
 // part of `share` 16 PANELS lines are fetched, from `line0` on.
 template <int ROWS, int PANELS>
-__attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const* values, long at, long words,
+__attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const* values, long at, long keys,
                                           const Share& share, long line0, int32_t* out, long ldo) {
     constexpr int LINES = 2 * PANELS;
+    const long words = words_of(KIND_BF16, keys);
     vi acc[ROWS][PANELS * NV];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
@@ -96,7 +97,7 @@ __attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const
             const auto half = [&](long key) {
                 return reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at);
             };
-            const uint16_t *even = half(2 * k), *odd = half(2 * k + 1);
+            const uint16_t *even = half(2 * k), *odd = 2 * k + 1 < keys ? half(2 * k + 1) : NO_VALUES;
             vi right[PANELS * NV];
 #pragma GCC unroll 2
             for (int j = 0; j < PANELS; ++j) pair_values(even, odd, j * PANEL, right + j * NV);
@@ -123,14 +124,14 @@ INLINE AddValues pick_add(long rows, std::integer_sequence<int, ROWS_LESS_1...>)
 }
 
 // One head's rows times a group of values, added to out [rows][dim].
-INLINE void value_group(const int32_t* p, const int32_t* const* values, long row_bytes, long h, long words, long rows,
+INLINE void value_group(const int32_t* p, const int32_t* const* values, long row_bytes, long h, long keys, long rows,
                         long dim, const Share& share, float* out) {
     constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
     const bool pairs = rows <= PAIR_ROWS;
     for (long panel = 0, panels; panel < dim / PANEL; panel += panels) {
         panels = pairs && panel + 2 <= dim / PANEL ? 2 : 1;
         const AddValues add = panels == 2 ? pick_add<2>(rows, all) : pick_add<1>(rows, all);
-        add(p, values, h * row_bytes + panel * PANEL * 2, words, share, panel * 16,
+        add(p, values, h * row_bytes + panel * PANEL * 2, keys, share, panel * 16,
             reinterpret_cast<int32_t*>(out) + panel * PANEL, dim);
     }
 }
@@ -157,9 +158,9 @@ void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& ite
     __builtin_memset(s.part, 0, heads * rows * dim * sizeof(float));
     for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
         group_rows(kv.v, places, key, lie);
-        const long key_words = words_of(KIND_BF16, least(KEYS_AT_ONCE, keys - key));
+        const long count = least(KEYS_AT_ONCE, keys - key);
         for (long h = 0; h < heads; ++h)
-            value_group(s.p + h * rows * CHUNK + key / 2, lie, kv.row_bytes, h, key_words, rows, dim,
+            value_group(s.p + h * rows * CHUNK + key / 2, lie, kv.row_bytes, h, count, rows, dim,
                         Share(ahead.values + key / UNIT, h, heads, words), s.part + h * rows * dim);
     }
     for (long h = 0; h < heads; ++h) take_parts(head(h), weights + h * rows, dim, s, parts);

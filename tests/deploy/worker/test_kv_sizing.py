@@ -131,5 +131,7 @@ def test_too_little_memory_is_told_with_what_takes_less() -> None:
     for also in (False, True):
         with pytest.raises(ValueError, match=r"2\.00 GiB: the device .* --max-num-seqs, or choose --no-cuda-graphs"):
             captured(also)
+    with pytest.raises(ValueError, match=r"no 2\.0 GiB of memory left: lower --kv-cache"), telling_what_takes_less():
+        raise MemoryError("the host has no 2.0 GiB of memory left")
     with pytest.raises(RuntimeError, match="a kernel failed"), telling_what_takes_less():
         raise RuntimeError("a kernel failed")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,3 +139,16 @@ def test_what_has_no_room_for_int8_says_so(name: str) -> None:
     device_kv = DeviceKV(WITHOUT_ROOM[name], 2, 2)
     assert not device_kv.can_keep("int8")
     assert not any(device_kv.can_keep(dtype) for dtype in ("auto", "bfloat16", "float32", "fp8"))
+
+
+@pytest.mark.skipif(not Path("/proc/sys/vm/overcommit_memory").exists(), reason="what Linux promises")
+def test_more_kv_than_there_is_memory_can_be_made() -> None:
+    """It is taken as it is written."""
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this kernel promises no more memory than there is")
+    specs = [gqa(8, 128, "bfloat16")] * 32
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    blocks = memory * 3 // 2 // (token_bytes(specs) * 16)
+    planes = [plane for layer in DeviceKV(specs, blocks, 16).planes for plane in layer]
+    assert sum(plane.numel() * plane.element_size() for plane in planes) > memory * 1.4
+    planes[-1][-1] = 1

@@ -91,19 +91,6 @@ def rotations(loaded: LoadedModel) -> dict[str, int]:
     return {name: module.rotation for name, module in modules if isinstance(module, QuantizedLinear)}
 
 
-def test_what_a_folder_has_left_wide_is_quantized_where_that_is_asked_for(tmp_path: Path) -> None:
-    quantize(save(build(configs()["llama2"]), tmp_path / "source"), tmp_path / "out")
-    stored, whole = load(tmp_path / "out"), load(tmp_path / "out", quantization="int8")
-    wide = {name for name, module in stored.model.named_modules() if isinstance(module, nn.Linear)} - {"head"}
-    assert {name.split(".", 2)[2] for name in wide} == {"mlp.gate_up", "mlp.down"}
-    assert {name for name, block in rotations(whole).items() if block} == wide
-    kept = [name for name, _ in stored.model.named_parameters() if name.endswith(("qkv.weight", "o.weight", "o.scale"))]
-    assert all(torch.equal(stored.model.get_parameter(name), whole.model.get_parameter(name)) for name in kept)
-    assert apart(logits(stored.model), logits(whole.model)) < 0.05
-    assert whole.fingerprint != stored.fingerprint
-    same(whole, load(tmp_path / "out", quantization="int8"))  # with scales that were kept, layer by layer
-
-
 @pytest.fixture
 def rotated_folder(tmp_path: Path) -> Path:
     quantize(save(build(configs()["llama2"]), tmp_path / "source"), tmp_path / "out", "--rotate")

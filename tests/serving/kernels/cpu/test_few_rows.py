@@ -64,3 +64,19 @@ def test_a_key_past_the_end_is_never_read(kernels: cpu.Kernels, at: str) -> None
     for plane in (small.planes[0].k, small.planes[0].v):
         plane.view(-1, 3, 64)[context:] = torch.nan
     assert before.isfinite().all() and torch.equal(decoder.attention(0, batch, q), before)
+
+
+@pytest.mark.parametrize("context", [301, 302])
+def test_an_infinite_value_is_the_same_alone_and_in_company(kernels: cpu.Kernels, context: int) -> None:
+    """Keys come in pairs: the last of an odd number is no partner of its own, which times 0 would be no number."""
+    small, decoder = decoder_with(kernels, Kind.BF16, heads=9, kv_heads=3, head_dim=64, rotary_dim=64)
+    small.planes[0].v.view(-1, 3, 64)[context - 1] = torch.inf
+    q = torch.randn(1, 9, 64)
+
+    def first_of(company: int) -> torch.Tensor:
+        tables = [list(range(20))] * (company + 1)
+        starts = [context - 1] + [70] * company
+        batch = RaggedBatch.build(tokens=[[0]] * len(starts), starts=starts, block_tables=tables, block_size=16)
+        return decoder.attention(0, batch, torch.cat([q, torch.zeros(company, 9, 64)]))[0]
+
+    assert torch.isposinf(first_of(0)).all() and torch.equal(first_of(0), first_of(20))
