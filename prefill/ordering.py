@@ -105,8 +105,8 @@ class SlackOrder(PromptOrder):
 
 
 def level_of(seq: SequenceState, now: float) -> float:
-    """Its priority, raised by a class for each AGE that it has waited."""
-    return seq.objectives.priority - STEP * ((now - seq.prefill.waiting_since) // AGE)
+    """Its priority, raised by a class for each AGE that it has waited; it may have come a moment after `now`."""
+    return seq.objectives.priority - STEP * (max(0.0, now - seq.prefill.waiting_since) // AGE)
 
 
 def due_of(seq: SequenceState) -> float:
