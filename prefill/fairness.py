@@ -22,8 +22,9 @@ class FairPrompts:
     """The tokens of prompts that tenants were computed by one worker.
 
     While two tenants have prompts of one level in the queue, and their order is by `turns`, neither is computed more
-    tokens than the other by more than the other's next prompt and EQUAL. A prompt that is in time for some steps, and
-    late then, adds what it is computed in these: it went before others of its tenant, and comes behind them.
+    tokens than the other by more than one of the other's prompts and EQUAL: who goes before a prompt ends less than
+    EQUAL tokens after it, in each step by itself, whatever order a tenant's own prompts had in those before. A tenant
+    that runs out of prompts is owed nothing when it comes back.
     """
 
     def __init__(self) -> None:

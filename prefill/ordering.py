@@ -74,6 +74,8 @@ class SlackOrder(PromptOrder):
         self.fair.computing(seq, tokens)
 
     def sort(self, queue: list[SequenceState], chunk: int, beside: Sequence[Work], now: float) -> None:
+        for seq in queue:
+            seq.prefill.left_out = False
         if len(queue) < 2:
             return
         stated = any(seq.objectives.due != inf or seq.objectives.priority for seq in queue)
@@ -86,8 +88,10 @@ class SlackOrder(PromptOrder):
             queue.sort(key=lambda seq: (levels[seq], due_of(seq)))
             seconds = dict(zip(queue, self._remaining(queue, chunk, beside), strict=True))
             late = left_out(queue, seconds, levels, now)
+            for seq in late:
+                seq.prefill.left_out = True
             if late:
-                queue.sort(key=lambda seq: (levels[seq], seq in late))
+                queue.sort(key=lambda seq: (levels[seq], seq.prefill.left_out))
             shared = late_levels(queue, seconds, levels, now) if several else set()
         if shared and several:
             turns = self.fair.turns(queue, levels)
@@ -105,8 +109,8 @@ class SlackOrder(PromptOrder):
 
 
 def level_of(seq: SequenceState, now: float) -> float:
-    """Its priority, raised by a class for each AGE that it has waited."""
-    return seq.objectives.priority - STEP * ((now - seq.prefill.waiting_since) // AGE)
+    """Its priority, raised by a class for each AGE that it has waited; it may have come a moment after `now`."""
+    return seq.objectives.priority - STEP * (max(0.0, now - seq.prefill.waiting_since) // AGE)
 
 
 def due_of(seq: SequenceState) -> float:
@@ -116,11 +120,11 @@ def due_of(seq: SequenceState) -> float:
 
 
 def turn(seq: SequenceState, seconds: float, now: float) -> tuple[float, bool, float]:
-    """A prompt's place as far as it depends on itself: its level, whether it is late, and when it is due.
+    """A prompt's place: its level, whether it is late or was left out when the queue was sorted, and when it is due.
 
     It takes `seconds`. A prompt that comes now with a TTFT objective has the turn (priority, False, now + objective).
     """
-    return level_of(seq, now), now + seconds > seq.objectives.due, due_of(seq)
+    return level_of(seq, now), seq.prefill.left_out or now + seconds > seq.objectives.due, due_of(seq)
 
 
 def left_out(

@@ -105,6 +105,7 @@ class Candidate:
     step_seconds: float = field(init=False)  # that step; 0 where there is no cost
     prompts_left_at: float = field(init=False)  # when the prompts that wait now are computed, on the router's clock
     prompt_share: float = field(init=False)  # of its time that goes to steps with prompts
+    strangers: bool = field(init=False)  # more prompts waited there than the router had sent: others have some, too
     _objectives: tuple[tuple[float, int], ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -129,6 +130,8 @@ class Candidate:
         left_at, waits = self.busy_until, status.waiting_seconds + newer.prompt_seconds
         self.prompts_left_at = left_at if left_at is not None else self.made_at + max(0.0, waits)
         self.prompt_share = min(MOST_PROMPT_SHARE, max(0.0, status.prompt_share))
+        sent = sum(prompt.at is not None and prompt.at <= self.made_at for prompt in self.queued)
+        self.strangers = status.waiting > sent
 
     def _decode_load(self) -> StepLoad:
         """Sequences that do not run yet count as long as the others, and by the share of leases that decode."""

@@ -111,21 +111,22 @@ def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: 
 
     A worker computes first what is due first, and last of a level what will be late in any case (prefill.ordering). The
     router knows that of the prompts it has sent, each of which counts until its first token comes; what others have
-    sent is taken to be spread likewise, and to go first where none of its own can be in time.
+    sent is taken to be spread likewise, as far as its own tell: as if one more as long as this one went first. Where it
+    has sent all, what the worker says beyond them is that they take longer.
     """
     left = backlog_seconds(worker, cost, now)
     if not worker.queued:
         return left
-    ahead = in_time = every = 0.0
+    ahead = every = 0.0
     for other in worker.queued:
         seconds = other.seconds * other.share
         every += seconds
-        if now + other.seconds <= other.due:
-            in_time += seconds
         if _passed_by(other, prompt, now):
             ahead += seconds
-    others = left - every
-    return ahead + others * (ahead / every if in_time else 1.0) if others > 0.0 else ahead
+    others, doubt = left - every, prompt.seconds if worker.strangers else 0.0
+    if others <= 0.0:
+        return ahead
+    return ahead + others * ((ahead + doubt) / (every + doubt) if every + doubt > 0.0 else 1.0)
 
 
 def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:

@@ -102,6 +102,7 @@ class PrefillState:
 
     waiting_since: float
     scheduled_at: float | None = None
+    left_out: bool = False  # so that others are in time, in the order of the last plan (prefill.ordering)
     handoff: LayerSink | None = None
 
 

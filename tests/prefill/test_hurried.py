@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from prefill.chunking import FLOOR, HURRIED_STEPS, HURRY_SHARE, LATELY, MOST_HURRIED, SlackChunks
-from prefill.ordering import AGE
+from prefill.ordering import AGE, SlackOrder
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.messages import Slo
@@ -58,6 +58,19 @@ def test_steps_are_short_for_the_next_prompt_that_goes_first(
     count = chunks.most(seq, plan)
     assert (count < BUDGET) == short
     assert not short or 0.9 * HURRY_SHARE < COST.seconds(StepLoad.of(0, count)) <= HURRY_SHARE
+
+
+def test_steps_are_short_for_the_next_prompt_that_passes_one_left_out() -> None:
+    """It is due sooner and could be in time by itself, but is left out for others: it goes behind whatever comes."""
+    order, chunks, plan = SlackOrder(lambda: COST), SlackChunks(lambda: COST), StepPlan(BUDGET, 99)
+    chunks.begin(plan, 0.0)
+    chunks.most(row(tokens=50, ttft_ms=1000.0, first_token_in=1.0), plan)
+    long = row(tokens=700, ttft_ms=900.0, first_token_in=0.9)
+    others = [row(tokens=200, ttft_ms=950.0, first_token_in=0.95) for _ in range(2)]
+    for queue, short in (([long], False), ([long, *others], True), ([long], False)):
+        order.sort(queue, BUDGET, (), 0.0)
+        chunks.begin(plan, 0.0)
+        assert (chunks.most(long, plan) < BUDGET) == short
 
 
 def test_who_has_waited_for_long_goes_first_and_in_whole_steps() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, due_of, left_out
+from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, due_of, left_out, level_of
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
@@ -52,6 +52,14 @@ def test_who_is_due_first_goes_first() -> None:
 def test_importance_goes_before_urgency() -> None:
     queue = [prompt(first_token_in=1.0, priority=1), prompt(first_token_in=9.0), prompt(priority=-1)]
     assert in_order(queue, 0.0) == [2, 1, 0]
+
+
+def test_a_prompt_that_comes_while_a_step_is_planned_keeps_its_class() -> None:
+    """The step's time was read a moment before. Such a prompt stood behind the next class, for that step."""
+    now = 7.0
+    queue = [prompt(at=now - 1.0, priority=1, first_token_in=1.0), prompt(at=now + 1e-6, first_token_in=1.0)]
+    assert in_order(queue, now) == [1, 0]
+    assert level_of(queue[1], now) == level_of(queue[1], now + 1.0) == 0.0
 
 
 def test_what_cannot_be_in_time_any_more_waits_for_what_can() -> None:

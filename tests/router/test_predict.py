@@ -150,11 +150,41 @@ def test_a_queue_is_no_shorter_the_older_the_heartbeat(now: float) -> None:
 
 def test_what_other_routers_have_sent_is_spread_as_our_own() -> None:
     there = worker("w", waiting_seconds=3.0, queued=[QueuedPrompt(0, 9.0, 0.5), QueuedPrompt(0, 30.0, 1.5)])
-    assert queue_seconds(there, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(0.5 + 1.0 / 4)
-    late = worker("l", waiting_seconds=3.0, queued=[QueuedPrompt(0, 0.1, 1.0)])
-    assert queue_seconds(late, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(2.0)
+    assert queue_seconds(there, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == pytest.approx(0.5 + 1.0 / 4)
+    late = worker("l", waiting_seconds=9.0, queued=[QueuedPrompt(0, 0.1, 1.0)] * 8)
+    assert queue_seconds(late, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == 0.0, "theirs are late as well"
     half = worker("h", waiting_seconds=20.0, queued=[QueuedPrompt(0, 1.0, 5.0), QueuedPrompt(0, 15.0, 5.0)])
-    assert queue_seconds(half, COST, QueuedPrompt(0, 20.0, 0.1), 0.0) == pytest.approx(10.0), "late ones count once"
+    assert queue_seconds(half, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == pytest.approx(10.0), "late ones count once"
+
+
+@given(st.integers(0, 40), st.floats(0.01, 2.0))
+def test_the_fewer_of_a_queue_a_router_has_sent_the_more_of_it_goes_first(own: int, seconds: float) -> None:
+    """Before, one prompt that is due later spoke for twenty seconds of others': a router that had just begun to send
+    took the worker for empty.
+    """
+    prompt = QueuedPrompt(0, 20.0, seconds)
+    for due, goes_first in ((30.0, 0.0), (10.0, 1.0), (0.1, 0.0)):
+        queues = [[QueuedPrompt(0, due, 0.5)] * sent for sent in (own, own + 1)]
+        there, more = (worker("w", waiting_seconds=20.0, waiting=99, queued=queue) for queue in queues)
+        waits, further = (queue_seconds(each, COST, prompt, 0.0) for each in (there, more))
+        if own == 0:
+            assert waits == pytest.approx(20.0), "of nobody's it is known that it can be passed"
+        if goes_first:
+            assert waits == pytest.approx(max(20.0, own * 0.5))
+        else:
+            assert waits == pytest.approx(max(0.0, 20.0 - own * 0.5) * seconds / (seconds + own * 0.5))
+            assert further < waits or waits == 0.0
+
+
+def test_what_takes_longer_than_predicted_is_nobody_elses() -> None:
+    """As many wait as the router has sent: it knows which of them go first."""
+    queue = [QueuedPrompt(0, due, 0.5, at=-1.0) for due in (10.0, 30.0, 30.0, 30.0)]
+    prompt = QueuedPrompt(0, 20.0, 5.0)
+    all_ours, others_too = (worker("w", waiting_seconds=8.0, waiting=count, queued=queue) for count in (4, 5))
+    assert queue_seconds(all_ours, COST, prompt, 0.0) == pytest.approx(2.0)
+    assert queue_seconds(others_too, COST, prompt, 0.0) > 5.0
+    newer = worker("w", waiting_seconds=8.0, waiting=4, queued=[prompt._replace(at=1.0) for prompt in queue])
+    assert newer.strangers, "sent since: what waited when the worker said so is others'"
 
 
 def test_prompts_without_objectives_are_never_late() -> None:

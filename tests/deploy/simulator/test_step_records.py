@@ -262,13 +262,36 @@ def slow_steps(seed: int) -> Noise:
 
 
 def play(plan: ClusterPlan, seed: int, looks: list[StepCost] | None = None) -> list[RequestOutcome]:
+    """The same requests in each run, with the same objectives: these do not depend on what the worker's fit says."""
+
     async def look(cluster: SimulatedCluster) -> None:
         (worker,) = cluster.workers.values()
         while looks is not None:
             await asyncio.sleep(2.0)
             looks.append(worker.status().step_cost or COST)
 
-    return simulate(plan, arriving(CHATS, plan.profile, 80, 3), 0.6, seed=seed, watch=look).outcomes
+    return simulate(plan, arriving(CHATS, PROFILE, 80, 3), 0.6, seed=seed, watch=look).outcomes
+
+
+def serve(
+    plan: ClusterPlan, machine: Callable[[int], Noise], seed: int, trace: Path
+) -> tuple[list[RequestOutcome], StepCost]:
+    """A run on such a machine, which writes a trace; and what its worker has fitted, in the mean."""
+    looks, steps, stepped = list[StepCost](), list[StepRecord](), StepMeter.stepped
+
+    def recording(meter: StepMeter, record: StepRecord) -> None:
+        steps.append(record)
+        stepped(meter, record)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StepMeter, "stepped", recording)
+        patched.setattr(simulated_cluster, "lognormal", lambda sigma, seed: machine(seed))
+        outcomes = play(plan, seed, looks)
+    traced(trace, steps)
+    fields = {
+        each.name: float(np.mean([getattr(look, each.name) for look in looks])) for each in dataclasses.fields(COST)
+    }
+    return outcomes, StepCost(**{**fields, "samples": 500})
 
 
 def p90s(outcomes: list[RequestOutcome]) -> NDArray[np.float64]:
@@ -277,31 +300,27 @@ def p90s(outcomes: list[RequestOutcome]) -> NDArray[np.float64]:
     return np.array([np.quantile(each, 0.9) for each in latencies])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [slow_spells, slow_steps])
 def test_recorded_steps_tell_more_of_an_irregular_machine_than_its_fit(
-    machine: Callable[[int], Noise], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    machine: Callable[[int], Noise], tmp_path: Path
 ) -> None:
-    """p90 of TTFT and TPOT on a worker whose steps now and then take thrice as long, and as simulated from its fit."""
+    """p90 of TTFT and TPOT on a worker whose steps now and then take thrice as long, and as simulated from its fit.
+
+    Of twelve runs together, each simulated from its own trace: p90 of TTFT is between 0.8 and 2.8 s in single ones,
+    as slow steps happen to meet prompts, so that two runs of the machine itself tell as little of each other.
+    """
     plan = ClusterPlan.of(PROFILE, (Role.MIXED,), "least_loaded", noise=0.0, heartbeat_interval=1.0, learned=True)
-    looks, steps, stepped = list[StepCost](), list[StepRecord](), StepMeter.stepped
-
-    def recording(meter: StepMeter, record: StepRecord) -> None:
-        steps.append(record)
-        stepped(meter, record)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(StepMeter, "stepped", recording)
-        patched.setattr(simulated_cluster, "lognormal", lambda sigma, seed: machine(seed))
-        served = p90s(play(plan, 6, looks))
-    fields = {
-        each.name: float(np.mean([getattr(look, each.name) for look in looks])) for each in dataclasses.fields(COST)
-    }
-    cost = StepCost(**{**fields, "samples": 500})
-    fitted = dataclasses.replace(plan, profile=dataclasses.replace(PROFILE, steps=Fitted(cost)))
-    by_fit = dataclasses.replace(fitted, noise=cost.error)
-    by_steps = dataclasses.replace(
-        fitted, steps_of={Role.MIXED: read_steps(traced(tmp_path / "steps.json", steps), cost)}
-    )
-    of_fit, of_steps = (np.mean([p90s(play(each, seed)) for seed in range(2)], axis=0) for each in (by_fit, by_steps))
-    assert of_fit[0] < 0.75 * served[0], "this machine tells them not apart"
-    assert (abs(of_steps / served - 1) < 0.25).all()
+    served, by_fit, by_steps = (list[RequestOutcome]() for _ in range(3))
+    for seed in range(12):
+        trace = tmp_path / f"steps-{seed}.json"
+        outcomes, cost = serve(plan, machine, seed, trace)
+        fitted = dataclasses.replace(plan, profile=dataclasses.replace(PROFILE, steps=Fitted(cost)))
+        steps_of = {Role.MIXED: read_steps(trace, cost)}
+        served += outcomes
+        by_fit += play(dataclasses.replace(fitted, noise=cost.error), seed)
+        by_steps += play(dataclasses.replace(fitted, steps_of=steps_of), seed)
+    told = p90s(served)
+    assert p90s(by_fit)[0] < 0.75 * told[0], "this machine tells them not apart"
+    off = abs(p90s(by_steps) / told - 1)
+    assert off[0] < 0.25 and off[1] < 0.1
