@@ -230,7 +230,7 @@ void millrace_exchange_leave(Exchange* exchange) {
     const int rank = exchange->shape.rank;
     exchange->state(rank).left.store(1);
     for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        for (Phase phase : {DISPATCH, COMBINE}) Exchange::wake(exchange->flag(phase, rank, peer));
+        if (peer != rank && exchange->state(peer).sleeping.load()) exchange->wake(peer);
 }
 
 int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
@@ -253,8 +253,7 @@ int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, c
 int64_t millrace_exchange_finish_dispatch(Exchange* exchange, int32_t* counts, int32_t* region) {
     if (exchange->loss.reason != NONE) return -1;
     const uint32_t sequence = ++exchange->received;
-    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        if (peer != exchange->shape.rank && !exchange->wait(DISPATCH, peer, sequence)) return -1;
+    if (!exchange->wait(DISPATCH, sequence)) return -1;
     Trip& trip = exchange->trip(sequence);
     *region = trip.region;
     return exchange->receive(trip, sequence, counts);
@@ -292,8 +291,7 @@ int64_t millrace_exchange_begin_combine(Exchange* exchange, const void* results,
 int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weights, float* sums) {
     if (exchange->loss.reason != NONE) return -1;
     const uint32_t sequence = ++exchange->combined;
-    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        if (peer != exchange->shape.rank && !exchange->wait(COMBINE, peer, sequence)) return -1;
+    if (!exchange->wait(COMBINE, sequence)) return -1;
     return exchange->sum(exchange->trip(sequence), weights, sums) ? 0 : -1;
 }
 
