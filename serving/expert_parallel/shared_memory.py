@@ -10,6 +10,7 @@ import ctypes
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Self
 
@@ -38,6 +39,7 @@ from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
+KEPT_VIEWS = 256  # of rows received, by their number: each takes some µs to make
 
 
 class SharedMemoryExchange(RoundTrips):
@@ -63,6 +65,7 @@ class SharedMemoryExchange(RoundTrips):
         portion = self._functions.portion(c_shape(shape, rank))
         self._values = torch.empty(portion, shape.hidden, dtype=shape.wire)  # of both dispatches under way, in turn
         self._scales = torch.empty(portion) if quantized else None
+        self._rows = lru_cache(KEPT_VIEWS)(partial(_first_rows, self._values, self._scales))
         self._gathered = self._values.data_ptr(), None if self._scales is None else self._scales.data_ptr()
         self._counts = [torch.zeros(shape.slots, dtype=torch.int32) for _ in range(2)]
         self._results = [self._results_of(region) for region in range(2)]
@@ -172,8 +175,8 @@ class SharedMemoryExchange(RoundTrips):
         while first < self.shape.slots:
             self._check()
             count = self._functions.gather(self._exchange, region, first, *self._gathered, self._told)
-            scales, end = self._scales, self._told.value
-            yield Portion(range(first, end), Rows(self._values[:count], None if scales is None else scales[:count]))
+            end = self._told.value
+            yield Portion(range(first, end), self._rows(count))
             first = end
 
     def begin_combine(self, results_NH: Tensor) -> None:
@@ -222,6 +225,10 @@ class SharedMemoryExchange(RoundTrips):
         self._exchange = None
         self._watch.close()
         self._segments, self._results = [], []
+
+
+def _first_rows(values: Tensor, scales: Tensor | None, count: int) -> Rows:
+    return Rows(values[:count], None if scales is None else scales[:count])
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ struct Exchange : Waits {
     Trip trips[2];                         // of each region
     int region_of[2] = {};                 // of the dispatches with even and with odd numbers
     std::vector<int64_t> counts;           // of each rank: rows, or results, so far
-    std::vector<const uint8_t*> summands;  // results of one row, in the order of its experts
+    std::vector<const uint8_t*> summands;  // results of one row, in the order of its experts, and of the next
     ExchangeTraffic traffic{};
     int32_t announced = 0, agreed = 0;
 
@@ -178,21 +178,34 @@ struct Exchange : Waits {
     }
 
     bool sum(const Trip& trip, const float* weights, float* sums) {
+        return shape.back == F32 ? sum_of<float>(trip, weights, sums) : sum_of<uint16_t>(trip, weights, sums);
+    }
+
+    // While a row's results are added up, those of the next row are fetched.
+    template <class Number>
+    bool sum_of(const Trip& trip, const float* weights, float* sums) {
         const int64_t hidden = shape.hidden, top_k = shape.top_k;
+        const uint8_t **these = summands.data(), **next = these + top_k;
         std::fill(counts.begin(), counts.end(), 0);
+        if (trip.tokens && !find_results(trip, 0, these)) return false;
         for (int64_t t = 0; t < trip.tokens; ++t) {
-            for (int64_t k = 0; k < top_k; ++k) {
-                const int peer = trip.physical[t * top_k + k] / shape.slots;
-                const int64_t place = places(trip.region, peer, shape.rank)[counts[peer]++];
-                if (place < 0 || place >= layout.most) return lose(peer, SENSELESS);
-                summands[k] = results(trip.region, peer) + place * hidden * item_bytes(shape.back);
-            }
-            if (shape.back == F32)
-                add_up(reinterpret_cast<const float* const*>(summands.data()), weights + t * top_k, top_k, hidden,
-                       sums + t * hidden);
-            else
-                add_up(reinterpret_cast<const uint16_t* const*>(summands.data()), weights + t * top_k, top_k, hidden,
-                       sums + t * hidden);
+            const bool last = t + 1 == trip.tokens;
+            if (!last && !find_results(trip, t + 1, next)) return false;
+            add_up(reinterpret_cast<const Number* const*>(these),
+                   reinterpret_cast<const Number* const*>(last ? these : next), weights + t * top_k, top_k, hidden,
+                   sums + t * hidden);
+            std::swap(these, next);
+        }
+        return true;
+    }
+
+    // Where the results of one row are, in the order of its experts. Rows come one after the other.
+    bool find_results(const Trip& trip, int64_t token, const uint8_t** found) {
+        for (int64_t k = 0; k < shape.top_k; ++k) {
+            const int peer = trip.physical[token * shape.top_k + k] / shape.slots;
+            const int64_t place = places(trip.region, peer, shape.rank)[counts[peer]++];
+            if (place < 0 || place >= layout.most) return lose(peer, SENSELESS);
+            found[k] = results(trip.region, peer) + place * shape.hidden * item_bytes(shape.back);
         }
         return true;
     }
@@ -211,8 +224,7 @@ Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* s
     exchange->deadline_ns = deadline_ns;
     exchange->spin_ns = spin_ns;
     exchange->counts.resize(shape->ranks);
-
-    exchange->summands.resize(shape->top_k);
+    exchange->summands.resize(2 * shape->top_k);
     for (int region = 0; region < 2; ++region) {
         Trip& trip = exchange->trips[region];
         trip.region = region;
@@ -230,7 +242,7 @@ void millrace_exchange_leave(Exchange* exchange) {
     const int rank = exchange->shape.rank;
     exchange->state(rank).left.store(1);
     for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        for (Phase phase : {DISPATCH, COMBINE}) Exchange::wake(exchange->flag(phase, rank, peer));
+        if (peer != rank && exchange->state(peer).sleeping.load()) exchange->wake(peer);
 }
 
 int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
@@ -253,8 +265,7 @@ int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, c
 int64_t millrace_exchange_finish_dispatch(Exchange* exchange, int32_t* counts, int32_t* region) {
     if (exchange->loss.reason != NONE) return -1;
     const uint32_t sequence = ++exchange->received;
-    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        if (peer != exchange->shape.rank && !exchange->wait(DISPATCH, peer, sequence)) return -1;
+    if (!exchange->wait(DISPATCH, sequence)) return -1;
     Trip& trip = exchange->trip(sequence);
     *region = trip.region;
     return exchange->receive(trip, sequence, counts);
@@ -292,8 +303,7 @@ int64_t millrace_exchange_begin_combine(Exchange* exchange, const void* results,
 int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weights, float* sums) {
     if (exchange->loss.reason != NONE) return -1;
     const uint32_t sequence = ++exchange->combined;
-    for (int peer = 0; peer < exchange->shape.ranks; ++peer)
-        if (peer != exchange->shape.rank && !exchange->wait(COMBINE, peer, sequence)) return -1;
+    if (!exchange->wait(COMBINE, sequence)) return -1;
     return exchange->sum(exchange->trip(sequence), weights, sums) ? 0 : -1;
 }
 

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t LINE = 64, PAGE = 4096;
-constexpr int64_t PORTION = 1024 * 1024;  // bytes of rows that are gathered at once: they stay in the caches
+constexpr int64_t PORTION = 512 * 1024;  // bytes of rows that are gathered at once: they stay in the caches
 
 using Flag = std::atomic<uint32_t>;
 static_assert(Flag::is_always_lock_free && sizeof(Flag) == 4, "a flag is a futex");

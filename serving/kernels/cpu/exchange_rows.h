@@ -5,10 +5,12 @@
 #include <stdlib.h>  // says whether this is glibc
 #include <string.h>
 
-// Compiled for several CPUs, one of which is chosen when the library is loaded. All of them compute the same bits.
+// Compiled for several CPUs, one of which is chosen when it is called. All of them compute the same bits. FOR_WIDE_CPUS
+// are those whose registers have 64 bytes: where they are smaller, vectors of that size take three times as long.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && defined(__has_attribute)
 #if __has_attribute(target_clones)
-#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define FOR_WIDE_CPUS __attribute__((target("arch=x86-64-v4")))
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v3", "default")))
 #endif
 #endif
 #ifndef FOR_EACH_CPU
@@ -19,13 +21,25 @@ namespace {
 
 enum Kind { INT8 = 1, BF16 = 2, F32 = 3 };
 
-// What is done to eight numbers at once. Of 16 bfloat16 in eight words, the even ones are the low halves.
-using Floats = float __attribute__((vector_size(32)));
-using Words = uint32_t __attribute__((vector_size(32)));
-using Halves = uint16_t __attribute__((vector_size(16)));
+// What is done to eight or to sixteen numbers at once. Of bfloat16 in words, the even ones are the low halves.
+struct Narrow {
+    using Floats = float __attribute__((vector_size(32)));
+    using Words = uint32_t __attribute__((vector_size(32)));
+    using Halves = uint16_t __attribute__((vector_size(16)));
+    static constexpr int64_t LANES = 8;
+};
+
+struct Wide {
+    using Floats = float __attribute__((vector_size(64)));
+    using Words = uint32_t __attribute__((vector_size(64)));
+    using Halves = uint16_t __attribute__((vector_size(32)));
+    static constexpr int64_t LANES = 16;
+};
+
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a word lies first");
 
-constexpr int64_t LANES = 8;
+constexpr int64_t SUMMED = 64;        // numbers whose sums fit registers together with a row of them
+constexpr int64_t LINE_BYTES = 64;    // that one prefetch brings
 constexpr float LARGEST = 127.0f;     // as serving/kernels/int8.py
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even
 
@@ -71,28 +85,33 @@ __attribute__((always_inline)) inline float largest_of(const uint16_t* x, int64_
 }
 
 // The first numbers of a row times `inverse`, as integers, many at once: how many they are.
-__attribute__((always_inline)) inline int64_t scaled(const float*, int64_t, float, int8_t*) { return 0; }
+template <class V>
+__attribute__((always_inline)) inline int64_t scaled(const float*, int64_t, float, int8_t*) {
+    return 0;
+}
 
+template <class V>
 __attribute__((always_inline)) inline int64_t scaled(const uint16_t* x, int64_t n, float inverse, int8_t* out) {
     int64_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        Words words;
+    for (; i + 2 * V::LANES <= n; i += 2 * V::LANES) {
+        typename V::Words words;
         memcpy(&words, x + i, sizeof words);
-        const Floats even = reinterpret_cast<Floats>(words << 16) * inverse + ROUND;
-        const Floats odd = reinterpret_cast<Floats>(words & 0xffff0000u) * inverse + ROUND;
-        const Words low = reinterpret_cast<Words>(even) & 0xffu, high = (reinterpret_cast<Words>(odd) & 0xffu) << 8;
-        const Halves pairs = __builtin_convertvector(low | high, Halves);
+        const auto even = reinterpret_cast<typename V::Floats>(words << 16) * inverse + ROUND;
+        const auto odd = reinterpret_cast<typename V::Floats>(words & 0xffff0000u) * inverse + ROUND;
+        const auto low = reinterpret_cast<typename V::Words>(even) & 0xffu;
+        const auto high = (reinterpret_cast<typename V::Words>(odd) & 0xffu) << 8;
+        const auto pairs = __builtin_convertvector(low | high, typename V::Halves);
         memcpy(out + i, &pairs, sizeof pairs);
     }
     return i;
 }
 
 // serving.kernels.int8.quantize_rows of one row, to the bit.
-template <class Number>
+template <class V, class Number>
 __attribute__((always_inline)) inline float quantized(const Number* x, int64_t n, int8_t* out) {
     const float largest = largest_of(x, n);
     const float inverse = largest > 0 ? LARGEST / largest : 0.0f;
-    for (int64_t i = scaled(x, n, inverse, out); i < n; ++i) {
+    for (int64_t i = scaled<V>(x, n, inverse, out); i < n; ++i) {
         const float shifted = widened(x[i]) * inverse + ROUND;
         int32_t bits;
         memcpy(&bits, &shifted, 4);
@@ -100,9 +119,6 @@ __attribute__((always_inline)) inline float quantized(const Number* x, int64_t n
     }
     return largest / LARGEST;
 }
-
-FOR_EACH_CPU float quantize(const float* x, int64_t n, int8_t* out) { return quantized(x, n, out); }
-FOR_EACH_CPU float quantize(const uint16_t* x, int64_t n, int8_t* out) { return quantized(x, n, out); }
 
 void convert(const void* from, int kind, int64_t n, void* to, int to_kind) {
     if (kind == to_kind) {
@@ -118,15 +134,16 @@ void convert(const void* from, int kind, int64_t n, void* to, int to_kind) {
     }
 }
 
-// Sums of numbers that lie one after the other; as many as fit registers together with a row of them.
+// Sums of SUMMED numbers that lie one after the other.
+template <class V>
 struct FloatSums {
-    static constexpr int64_t NUMBERS = 8 * LANES;
-    Floats held[8];
+    static constexpr int64_t COUNT = SUMMED / V::LANES;
+    typename V::Floats held[COUNT];
 
     __attribute__((always_inline)) inline void add(const float* row, float weight, bool first) {
-        for (int h = 0; h < 8; ++h) {
-            Floats value;
-            memcpy(&value, row + h * LANES, sizeof value);
+        for (int64_t h = 0; h < COUNT; ++h) {
+            typename V::Floats value;
+            memcpy(&value, row + h * V::LANES, sizeof value);
             held[h] = first ? value * weight : held[h] + value * weight;
         }
     }
@@ -135,38 +152,53 @@ struct FloatSums {
 };
 
 // The same of bfloat16: sums of the even numbers, and of the odd ones, which need no shift.
+template <class V>
 struct HalfSums {
-    static constexpr int64_t NUMBERS = 8 * LANES;
-    Floats even[4], odd[4];
+    static constexpr int64_t COUNT = SUMMED / 2 / V::LANES;
+    typename V::Floats even[COUNT], odd[COUNT];
 
     __attribute__((always_inline)) inline void add(const uint16_t* row, float weight, bool first) {
-        for (int h = 0; h < 4; ++h) {
-            Words words;
-            memcpy(&words, row + h * 2 * LANES, sizeof words);
-            const Floats low = reinterpret_cast<Floats>(words << 16), high = reinterpret_cast<Floats>(words & 0xffff0000u);
+        for (int64_t h = 0; h < COUNT; ++h) {
+            typename V::Words words;
+            memcpy(&words, row + h * 2 * V::LANES, sizeof words);
+            const auto low = reinterpret_cast<typename V::Floats>(words << 16);
+            const auto high = reinterpret_cast<typename V::Floats>(words & 0xffff0000u);
             even[h] = first ? low * weight : even[h] + low * weight;
             odd[h] = first ? high * weight : odd[h] + high * weight;
         }
     }
 
     __attribute__((always_inline)) inline void store(float* sums) const {
-        for (int h = 0; h < 4; ++h)
-            for (int64_t i = 0; i < LANES; ++i) {
-                sums[h * 2 * LANES + 2 * i] = even[h][i];
-                sums[h * 2 * LANES + 2 * i + 1] = odd[h][i];
+        for (int64_t h = 0; h < COUNT; ++h)
+            for (int64_t i = 0; i < V::LANES; ++i) {
+                sums[(h * V::LANES + i) * 2] = even[h][i];
+                sums[(h * V::LANES + i) * 2 + 1] = odd[h][i];
             }
     }
 };
 
-// sums = the rows times their weights, added in the order given, each product rounded before it is added.
+// Lines of SUMMED numbers, which will be added soon. Rows are some pages long each and lie anywhere: what the processor
+// fetches by itself ends with a page, and for each page it has to find the translation first.
+template <class Number>
+__attribute__((always_inline)) inline void fetch(const Number* numbers) {
+    const char* first = reinterpret_cast<const char*>(numbers);
+    for (size_t byte = 0; byte < SUMMED * sizeof(Number); byte += LINE_BYTES) __builtin_prefetch(first + byte);
+}
+
+// sums = the rows times their weights, added in the order given, each product rounded before it is added. `next` are
+// the rows that are added after these.
 template <class Sums, class Number>
-__attribute__((always_inline)) inline void summed(const Number* const* rows, const float* weights, int64_t top_k,
-                                                  int64_t n, float* sums) {
+__attribute__((always_inline)) inline void summed(const Number* const* rows, const Number* const* next,
+                                                  const float* weights, int64_t top_k, int64_t n, float* sums) {
     int64_t i = 0;
-    for (; i + Sums::NUMBERS <= n; i += Sums::NUMBERS) {
+    for (; i + SUMMED <= n; i += SUMMED) {
         Sums held;
         held.add(rows[0] + i, weights[0], true);
-        for (int64_t k = 1; k < top_k; ++k) held.add(rows[k] + i, weights[k], false);
+        fetch(next[0] + i);
+        for (int64_t k = 1; k < top_k; ++k) {
+            held.add(rows[k] + i, weights[k], false);
+            fetch(next[k] + i);
+        }
         held.store(sums + i);
     }
     for (; i < n; ++i) {
@@ -176,12 +208,53 @@ __attribute__((always_inline)) inline void summed(const Number* const* rows, con
     }
 }
 
-FOR_EACH_CPU void add_up(const float* const* rows, const float* weights, int64_t top_k, int64_t n, float* sums) {
-    summed<FloatSums>(rows, weights, top_k, n, sums);
+// ---- for each CPU ----------------------------------------------------------------------------------------------------
+
+using Half = uint16_t;  // bfloat16
+
+FOR_EACH_CPU float quantize(const float* x, int64_t n, int8_t* out) { return quantized<Narrow>(x, n, out); }
+FOR_EACH_CPU float quantize_narrow(const Half* x, int64_t n, int8_t* out) { return quantized<Narrow>(x, n, out); }
+
+FOR_EACH_CPU void add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k,
+                         int64_t n, float* sums) {
+    summed<FloatSums<Narrow>>(rows, next, weights, top_k, n, sums);
 }
 
-FOR_EACH_CPU void add_up(const uint16_t* const* rows, const float* weights, int64_t top_k, int64_t n, float* sums) {
-    summed<HalfSums>(rows, weights, top_k, n, sums);
+FOR_EACH_CPU void add_up_narrow(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k,
+                                int64_t n, float* sums) {
+    summed<HalfSums<Narrow>>(rows, next, weights, top_k, n, sums);
+}
+
+#ifdef FOR_WIDE_CPUS
+FOR_WIDE_CPUS float quantize_wide(const Half* x, int64_t n, int8_t* out) { return quantized<Wide>(x, n, out); }
+
+FOR_WIDE_CPUS void add_up_wide(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k,
+                               int64_t n, float* sums) {
+    summed<HalfSums<Wide>>(rows, next, weights, top_k, n, sums);
+}
+
+// Whether it has all of x86-64-v4.
+bool is_wide() {
+    static const bool found = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                              __builtin_cpu_supports("avx512vl");
+    return found;
+}
+#else
+constexpr auto quantize_wide = quantize_narrow;
+constexpr auto add_up_wide = add_up_narrow;
+
+bool is_wide() { return false; }
+#endif
+
+float quantize(const Half* x, int64_t n, int8_t* out) {
+    return is_wide() ? quantize_wide(x, n, out) : quantize_narrow(x, n, out);
+}
+
+void add_up(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k, int64_t n,
+            float* sums) {
+    is_wide() ? add_up_wide(rows, next, weights, top_k, n, sums)
+              : add_up_narrow(rows, next, weights, top_k, n, sums);
 }
 
 }  // namespace

@@ -51,15 +51,33 @@ struct Waits {
         return reinterpret_cast<PaddedFlag*>(first)[phase * shape.ranks + to].value;
     }
 
+    // Whose flag is still behind, the lowest from `first` on, of those that `to` waits for; as many as ranks for none.
+    int missing(Phase phase, int to, uint32_t sequence, int first = 0) {
+        for (int rank = first; rank < shape.ranks; ++rank)
+            if (rank != to && !reached(flag(phase, rank, to).load(), sequence)) return rank;
+        return shape.ranks;
+    }
+
+    // A rank that sleeps is woken by the last that it waits for: as often as ranks tell would cost a switch each time.
+    // Flags and what a sleeper says are sequentially consistent: either the last to tell sees that it sleeps and on
+    // whose flag, or it sees all flags; and of two that are last at once, one sees the other's.
     void tell(Phase phase, uint32_t sequence) {
+        for (int peer = 0; peer < shape.ranks; ++peer) flag(phase, shape.rank, peer).store(sequence);
         for (int peer = 0; peer < shape.ranks; ++peer) {
-            Flag& own = flag(phase, shape.rank, peer);
-            own.store(sequence);  // sequentially consistent with `sleeping`: either we see it or the sleeper sees this
-            if (peer != shape.rank && state(peer).sleeping.load()) wake(own);
+            if (peer == shape.rank || !state(peer).sleeping.load()) continue;
+            const Phase awaited = phase_of(state(peer));
+            if (missing(awaited, peer, state(peer).waiting_sequence.load()) == shape.ranks) wake(peer);
         }
     }
 
-    static void wake(Flag& flag) { syscall(SYS_futex, &flag, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+    // Whatever it waits for.
+    void wake(int peer) {
+        const int watched = state(peer).waiting_for.load() - 1;
+        if (watched < 0 || watched >= shape.ranks) return;
+        syscall(SYS_futex, &flag(phase_of(state(peer)), watched, peer), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+
+    static Phase phase_of(const State& of) { return of.waiting_phase.load() ? COMBINE : DISPATCH; }
 
     static void sleep(Flag& flag, uint32_t seen, int64_t ns) {
         const timespec wait{ns / 1'000'000'000, ns % 1'000'000'000};
@@ -71,47 +89,57 @@ struct Waits {
         return false;
     }
 
-    bool wait(Phase phase, int peer, uint32_t sequence) {
-        Flag& awaited = flag(phase, peer, shape.rank);
-        if (reached(awaited.load(std::memory_order_acquire), sequence)) return true;
+    // Until all others have told this.
+    bool wait(Phase phase, uint32_t sequence) {
+        int late = missing(phase, shape.rank, sequence);
+        if (late == shape.ranks) return true;
         const int64_t began = now_ns();
         while (now_ns() - began < spin_ns)
             for (int i = 0; i < 64; ++i) {
-                if (reached(awaited.load(std::memory_order_acquire), sequence)) return true;
+                if ((late = missing(phase, shape.rank, sequence, late)) == shape.ranks) return true;
                 RELAX();
             }
-        return wait_asleep(phase, peer, sequence, began);
+        return wait_asleep(phase, sequence, late, began);
     }
 
-    bool wait_asleep(Phase phase, int peer, uint32_t sequence, int64_t began) {
+    bool wait_asleep(Phase phase, uint32_t sequence, int late, int64_t began) {
         State& own = state(shape.rank);
-        Flag& awaited = flag(phase, peer, shape.rank);
         own.waiting_phase.store(phase, std::memory_order_relaxed);
         own.waiting_sequence.store(sequence, std::memory_order_relaxed);
-        own.waiting_for.store(peer + 1, std::memory_order_release);
+        own.waiting_for.store(late + 1);
         own.sleeping.store(1);
         int64_t looked = began;
-        bool there;
-        while (!(there = reached(awaited.load(), sequence))) {
-            const uint32_t seen = awaited.load();
-            const int64_t now = now_ns(), left = began + deadline_ns - now;
+        while ((late = missing(phase, shape.rank, sequence, late)) != shape.ranks) {
+            own.waiting_for.store(late + 1);  // before its flag is seen, see tell
+            Flag& watched = flag(phase, late, shape.rank);
+            const uint32_t seen = watched.load();
             if (reached(seen, sequence)) continue;
-            if (state(peer).left.load(std::memory_order_acquire)) {
-                there = reached(awaited.load(), sequence) || gone(peer);
+            const int64_t now = now_ns(), left = began + deadline_ns - now;
+            if (const int leaver = has_left(phase, sequence, late); leaver != shape.ranks) {
+                gone(leaver);
                 break;
             }
             if (now - looked >= SLICE_NS && !all_alive()) break;
             if (now - looked >= SLICE_NS) looked = now;
             if (left <= 0) {
-                lose(culprit(peer), LATE);
+                lose(culprit(late), LATE);
                 break;
             }
-            sleep(awaited, seen, std::min(left, SLICE_NS));
+            sleep(watched, seen, std::min(left, SLICE_NS));
         }
         own.sleeping.store(0, std::memory_order_relaxed);
         // Of a rank that gives up, the others still learn whom it waited for.
-        if (there) own.waiting_for.store(0, std::memory_order_relaxed);
-        return there;
+        if (late == shape.ranks) own.waiting_for.store(0, std::memory_order_relaxed);
+        return late == shape.ranks;
+    }
+
+    // One that has left and has not told this before, the lowest from `first` on; as many as ranks for none.
+    int has_left(Phase phase, uint32_t sequence, int first) {
+        for (int rank = first; rank < shape.ranks; ++rank)
+            if (rank != shape.rank && state(rank).left.load() &&
+                !reached(flag(phase, rank, shape.rank).load(), sequence))
+                return rank;
+        return shape.ranks;
     }
 
     // `peer` has left: with somebody else to blame if it gave up on that one.
@@ -134,8 +162,8 @@ struct Waits {
         for (int steps = 0; steps < shape.ranks; ++steps) {
             const int next = state(peer).waiting_for.load(std::memory_order_acquire) - 1;
             if (next < 0 || next >= shape.ranks) break;
-            const Phase phase = state(peer).waiting_phase.load(std::memory_order_relaxed) ? COMBINE : DISPATCH;
-            const uint32_t sequence = state(peer).waiting_sequence.load(std::memory_order_relaxed);
+            const Phase phase = phase_of(state(peer));
+            const uint32_t sequence = state(peer).waiting_sequence.load();
             if (reached(flag(phase, next, peer).load(std::memory_order_acquire), sequence)) break;
             peer = next;
         }

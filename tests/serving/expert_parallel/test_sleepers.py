@@ -1,0 +1,91 @@
+"""Through shared memory a rank that sleeps until all others have told is woken by the last, and by one that leaves."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving.expert_parallel.exchange import ExpertExchange, RankLost, Rows
+from tests.serving.expert_parallel.groups import SHAPE, Group
+
+RANKS = 12
+SLICE = 0.005  # seconds of sleep after which a rank looks at the others' processes
+BESIDE = 4  # switches that returning to Python may add
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = Group("shared_memory", replace(SHAPE, ranks=RANKS))
+    yield made
+    made.close()
+
+
+def begin(exchange: ExpertExchange) -> None:
+    shape = exchange.shape
+    exchange.begin_dispatch(Rows(torch.empty(0, shape.hidden)), torch.empty(0, shape.top_k, dtype=torch.int32))
+
+
+class Sleeper(threading.Thread):
+    """Rank 0, which has begun a dispatch and waits for the others'."""
+
+    def __init__(self, exchange: ExpertExchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.lost: RankLost | None = None
+        self.slept = 0.0  # switches that this wait took, without those at the end of a slice
+
+    def run(self) -> None:
+        begin(self.exchange)
+        began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        try:
+            self.exchange.finish_dispatch()
+        except RankLost as lost:
+            self.lost = lost
+        slices = (time.monotonic() - began) / SLICE
+        self.slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before - slices
+
+    def falls_asleep(self) -> None:
+        """Wait until it sleeps, in a call of the kernel."""
+        stat = Path(f"/proc/self/task/{self.native_id}/stat")
+        while self.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0)
+
+
+def test_the_last_to_tell_wakes(group: Group) -> None:
+    sleeper = Sleeper(group.exchanges[0])
+    sleeper.start()
+    for exchange in group.exchanges[1:]:
+        sleeper.falls_asleep()
+        begin(exchange)
+    sleeper.join()
+    assert sleeper.lost is None
+    assert sleeper.slept <= 1 + BESIDE
+
+
+@pytest.mark.parametrize("leaver", [1, RANKS - 1])
+def test_one_that_leaves_is_noticed_whomever_a_rank_waits_for_first(group: Group, leaver: int) -> None:
+    sleeper = Sleeper(group.exchanges[0])
+    sleeper.start()
+    sleeper.falls_asleep()
+    group.exchanges[leaver].close()
+    sleeper.join()
+    assert sleeper.lost is not None
+    assert (sleeper.lost.rank, sleeper.lost.reason) == (leaver, "it has left the group")
+
+
+def test_one_that_has_told_may_leave(group: Group) -> None:
+    sleeper = Sleeper(group.exchanges[0])
+    sleeper.start()
+    for exchange in group.exchanges[1:]:
+        begin(exchange)
+        sleeper.falls_asleep()
+        exchange.close()
+    sleeper.join()
+    assert sleeper.lost is None
