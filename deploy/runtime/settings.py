@@ -85,8 +85,8 @@ def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
         raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
     if engine.kernels == "compiled":
         raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
-    if engine.attention_backend == "flashinfer":
-        raise ValueError(f"--attention-backend flashinfer: {spread}; choose --attention-backend auto")
+    if engine.attention_backend != "auto":
+        raise ValueError(f"--attention-backend {engine.attention_backend}: {spread}; choose --attention-backend auto")
 
 
 def check_heartbeats(placement: PlacementConfig) -> None:

@@ -26,7 +26,8 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
-from serving.kernels.gpu.prompt_choice import FLASHINFER, PromptWork, choose_prompts
+from serving.kernels.gpu.prompt_choice import FLASHINFER, choose_prompts
+from serving.kernels.gpu.prompt_trial import PromptWork
 from serving.kernels.gpu.prompts import PromptShape
 from serving.kernels.layer_weights import LinearWeights
 from serving.model.decoder import Decoder, Planes

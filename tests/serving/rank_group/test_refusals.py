@@ -123,6 +123,8 @@ def _not_to_be_started(*_: object, **__: object) -> None:
     [
         (["--kernels", "compiled"], "--kernels auto"),
         (["--deterministic"], "leave out one of the two"),
+        (["--attention-backend", "triton"], "choose --attention-backend auto"),
+        (["--attention-backend", "flashinfer"], "choose --attention-backend auto"),
         (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'], "choose draft_model or ngram"),
         (["--rank-timeout", "inf"], "to 3600"),
         (["--rank-timeout", "nan"], "to 3600"),
