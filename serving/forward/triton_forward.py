@@ -173,6 +173,8 @@ class TritonForward:
         """Logits [R, V] and the best token of each row, until the next step; None where no graph computes this one."""
         if self.graphs is None:
             return None
+        if self.kernels.ranks is not None:
+            self.kernels.ranks.check()  # a graph's exchanges ask nobody
         replayed = self.graphs(batch)
         return self.mixed(batch) if replayed is None and self.mixed is not None else replayed
 
