@@ -26,7 +26,7 @@ from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
-    from serving.kernels.gpu.prompt_choice import LibraryTrial, NotUsed
+    from serving.kernels.gpu.prompt_trial import LibraryTrial, NotUsed
     from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
 

@@ -21,7 +21,7 @@ from decode.tpot_bound import LeaseBound, Unbound
 from decode.traces import DecodeTraces
 from decode.turns import RouterTurns
 from kvcache.connector.direct_fetch import DirectFetcher
-from kvcache.handoff.chunk import Chunk, Commit, split, verify, verify_commit
+from kvcache.handoff.chunk import Chunk, Commit, packed, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
 from kvcache.memory.device import token_bytes
 from kvcache.memory.kv_dtype import is_lossy
@@ -211,9 +211,11 @@ class DecodeWorker:
             if chunk.layout != self.identity.fingerprint:
                 raise StaleLease("KV of another model or layout", code="layout")
             verify(chunk, self.device_kv)
-            layers = split(chunk, self.device_kv)
+            layers, there = range(chunk.first_layer, chunk.last_layer), packed(chunk, self.device_kv.specs)
+            parts = split(chunk, self.device_kv) if there is None else None
             with self._writing(chunk) as locations:
-                self.context.locations.write(locations, range(chunk.first_layer, chunk.last_layer), layers)
+                if there is None or not self.context.locations.unpack(locations, layers, there):
+                    self.context.locations.write(locations, layers, parts or split(chunk, self.device_kv))
         except Retryable as error:
             self._refuse(error, chunk.lease)
             raise

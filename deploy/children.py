@@ -63,7 +63,8 @@ def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[
     """The commands of the workers: their own model and worker flags, this router, an even share of the cores.
 
     The cores are shared by all workers that are given the same `--cpus`, or none. One on a GPU has that which it was
-    told, or that of the fewest others; where GPUs are shared, KV has a size and not a share of them.
+    told, or that of the fewest others, and one of several ranks as many; where GPUs are shared, KV has a size and not a
+    share of them.
     """
     specs: list[ChildSpec] = []
     gpus = visible_devices(os.environ)
@@ -87,17 +88,21 @@ def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[
                 share = cores[first * len(cores) // total : (first + 1) * len(cores) // total] or cores
                 own += ["--cpus", ",".join(map(str, share))]
             placed[cpus] += 1
-            freest = gpus.index(min(gpus, key=lambda gpu: users[gpu])) if gpus else 0
-            device, environ = device_of(group.settings.model_config.device, freest, gpus)
+            wanted = group.settings.model_config.device
+            freest = sorted(range(len(gpus)), key=lambda place: users[gpus[place]])
+            ranks = group.settings.model_config.of(group.role).tensor_parallel_size
+            device, environ = device_of(wanted, freest, gpus, ranks)
             if environ:
-                users[environ[VISIBLE]] += asked_index(group.settings.model_config.device) is None
+                users.update(environ[VISIBLE].split(",") if asked_index(wanted) is None else ())
                 own += ["--device", device]
             arguments = (group.role.value, str(path), *worker_flags(group.settings), *own)
             specs.append(replace(_spec(f"{group.name}-{number}", router, arguments), environ=environ))
             if group.settings.engine.kv_cache_memory is None and group.settings.engine.num_kv_blocks is None:
                 unsized.add(specs[-1].name)
+    shared = {gpu for gpu, count in users.items() if count > 1}
     return [
-        _sized(spec) if users[spec.environ.get(VISIBLE, "")] > 1 and spec.name in unsized else spec for spec in specs
+        _sized(spec) if shared & {*spec.environ.get(VISIBLE, "").split(",")} and spec.name in unsized else spec
+        for spec in specs
     ]
 
 

@@ -21,7 +21,15 @@ from deploy.placement.ray_table import RayTable
 from deploy.planner import command as planning
 from deploy.runtime.key_file import key_file
 from deploy.runtime.secrets_known import secrets_of
-from deploy.runtime.settings import CONFIGS, NODE_CONFIGS, Settings, check_heartbeats, check_ranks, read_settings
+from deploy.runtime.settings import (
+    CONFIGS,
+    NODE_CONFIGS,
+    Settings,
+    check_heartbeats,
+    check_ranks,
+    check_role,
+    read_settings,
+)
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
 from deploy.runtime.traced import traced
@@ -197,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for role in _roles(given):
             decodes = role is Role.DECODE or parsed.command == Role.MIXED
             check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
+        if parsed.command in WORKERS:
+            check_role(Role(parsed.command), settings.model_config.of(parsed.command))
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)

@@ -50,7 +50,7 @@ class ModelConfig:
         False, "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences"
     )
     tensor_parallel_size: int = option(
-        1, "ranks of a worker that share each layer: its weights by heads and widths, its KV by heads", least=1
+        1, "ranks of a worker that share each layer, weights and KV by heads; with --device cuda a GPU each", least=1
     )
     pipeline_parallel_size: int = option(
         1,
@@ -166,8 +166,8 @@ class EngineConfig:
     kv_transport: str = option(
         "auto",
         "how KV travels between processes: over gRPC, written into shared memory where both are on one host, or"
-        " written by NIXL where both have it; auto: the best that leads there, NIXL with --insecure alone, as it"
-        " listens on every address and asks nobody who it is",
+        " written by NIXL where both have it, from GPU to GPU where both have one; auto: the best that leads there,"
+        " NIXL with --insecure alone, as it listens on every address and asks nobody who it is",
         choices=("auto", "grpc", "shm", "nixl"),
     )
     profile: str | None = option(None, "trace every step to FILE[.<flip>].<worker>.json, for ui.perfetto.dev")

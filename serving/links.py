@@ -68,7 +68,14 @@ class AuditLink(Protocol):
 
 
 class HandoffLink(Protocol):
-    """How a prefill worker reaches the decode worker that holds a lease. One per handoff; close it."""
+    """How a prefill worker reaches the decode worker that holds a lease. One per handoff; close it.
+
+    `room` is where on the sender's device chunks may lie that it takes from there (kvcache.memory.device_room), once
+    the handoff has begun; None: they come in host memory.
+    """
+
+    @property
+    def room(self) -> Any: ...
 
     async def begin(self) -> int:
         """The position of the first token to hand over; the decode worker has those before it, or fetches them itself.

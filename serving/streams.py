@@ -110,6 +110,10 @@ class Streams(Protocol):
         """Raises ValueError where launches are no more than calls."""
         ...
 
+    def capturing(self) -> bool:
+        """True while what the calling thread launches goes into a graph."""
+        ...
+
 
 class CudaStreams(Streams):
     """A CUDA device's."""
@@ -153,6 +157,9 @@ class CudaStreams(Streams):
 
     def captures(self) -> Captures:
         return CudaCaptures(self.device)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
 
 class CudaCaptures(Captures):
@@ -229,6 +236,9 @@ class Immediate(Streams, Stream, Event):
 
     def captures(self) -> Captures:
         raise ValueError("CUDA graphs need a CUDA device")
+
+    def capturing(self) -> bool:
+        return False
 
 
 IMMEDIATE = Immediate()

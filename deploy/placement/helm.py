@@ -11,9 +11,10 @@ from typing import Any
 
 from deploy.placement.image import API_PORT, ImageSource, grace_seconds
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from deploy.placement.reservation import processes_of
 from serving.checkpoint.hub import is_hub_name
-from serving.config import HttpConfig, KvCacheConfig
-from serving.options import parse_bytes
+from serving.config import HttpConfig, KvCacheConfig, ModelConfig
+from serving.options import build, parse_bytes
 
 HEAD = """\
 # Rendered by `millrace deploy render helm`, for deploy/helm/millrace: change the placement file, not this one.
@@ -113,7 +114,8 @@ def _worker(group: ServiceGroup) -> dict[str, Any]:
         raise ValueError(f"name = {group.name!r}: names of pods begin with it; use at most {LONGEST_NAME} letters")
     made: dict[str, Any] = {"name": group.name, "role": group.kind, "replicas": group.count}
     if str(group.settings.get("device", "cpu")).startswith("cuda"):
-        made["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+        model = build(ModelConfig, group.settings, {}, {}).of(group.kind)
+        made["resources"] = {"limits": {"nvidia.com/gpu": processes_of(model)}}
     return made | {"settings": _settings(group)}
 
 

@@ -14,7 +14,8 @@ from serving.config import EngineConfig, ModelConfig
 
 def worker_bundle(engine: EngineConfig, model: ModelConfig, reserved: RayReservation) -> Mapping[str, float]:
     """A worker's. `model` is as its role has it."""
-    return _bundle(reserved, cpus=engine.threads or 1, gpus=_ranks(model) if model.device.startswith("cuda") else 0)
+    gpus = processes_of(model) if model.device.startswith("cuda") else 0
+    return _bundle(reserved, cpus=engine.threads or 1, gpus=gpus)
 
 
 def node_bundle(reserved: RayReservation) -> Mapping[str, float]:
@@ -30,7 +31,7 @@ def _bundle(reserved: RayReservation, *, cpus: int, gpus: int) -> Mapping[str, f
     return bundle | dict(reserved.resources)
 
 
-def _ranks(model: ModelConfig) -> int:
+def processes_of(model: ModelConfig) -> int:
     """Processes of one worker, each with a device."""
     cut = model.tensor_parallel_size * model.pipeline_parallel_size * model.prefill_context_parallel_size
     return model.data_parallel_size * cut

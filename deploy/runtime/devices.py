@@ -1,12 +1,13 @@
 """Which GPU each process uses: one that is asked for is the only one that its process sees, as `cuda`.
 
 So nothing in a process has to name a device: libraries launch on the current one, which each thread has of its own.
+A worker of several ranks sees one for each: the first is its own, and the others are those of the processes it starts.
 It knows flags and environments, and imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -32,21 +33,23 @@ def asked_index(device: str) -> int | None:
     return int(index) if kind == "cuda" and index.isdecimal() else None
 
 
-def device_of(device: str, number: int, there: list[str]) -> tuple[str, dict[str, str]]:
-    """`--device` and environment of the child that is the `number`-th on GPUs, where `there` are visible.
+def device_of(device: str, freest: Sequence[int], there: Sequence[str], ranks: int = 1) -> tuple[str, dict[str, str]]:
+    """`--device` and environment of a child of so many ranks, where `there` are visible, the `freest` first.
 
-    It has the GPU it was told, or else the next in turn. One that is not there stays: the child says so.
+    It has the GPU it was told, or else these. Those that are not there stay: the child says so.
     """
     index = asked_index(device)
-    if device.partition(":")[0] != "cuda" or not there or (index is not None and index >= len(there)):
+    chosen = list(freest[:ranks]) if index is None else [index]
+    if device.partition(":")[0] != "cuda" or len(chosen) < ranks or any(one >= len(there) for one in chosen):
         return device, {}
-    return "cuda", {VISIBLE: there[number % len(there) if index is None else index]}
+    return "cuda", {VISIBLE: ",".join(there[one] for one in chosen)}
 
 
 def use_device(config: ModelConfig, environ: MutableMapping[str, str], devices: Path = Path("/dev")) -> ModelConfig:
     """Let this process see the GPU it was told alone. Call before CUDA starts; the configuration then names `cuda`."""
     if asked_index(config.device) is None:
         return config
-    device, own = device_of(config.device, 0, visible_devices(environ, devices))
+    there = visible_devices(environ, devices)
+    device, own = device_of(config.device, range(len(there)), there)
     environ.update(own)
     return replace(config, device=device)

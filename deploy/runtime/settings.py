@@ -17,6 +17,7 @@ from serving.config import (
     PoolConfig,
 )
 from serving.log_config import LogConfig
+from serving.messages import Role
 from serving.options import ConfigError, build, load_file, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
@@ -73,9 +74,18 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )
-    if model.rank_flags:
+    if model.rank_flags and model.device == "cpu":
         check_kernels(engine, model.rank_flags)
     model.eplb()  # wrong words are told before anything is loaded
+
+
+def check_role(role: Role, model: ModelConfig) -> None:
+    """Raises ValueError for a worker that would hand KV over, and cannot."""
+    if role is not Role.MIXED and model.rank_flags and model.device != "cpu":
+        raise ValueError(
+            f"{model.rank_flags} with --device {model.device}: each GPU keeps the KV of its heads, and a {role} worker"
+            " would hand it over, which is not done yet: choose --mixed, or one GPU a worker"
+        )
 
 
 def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
@@ -85,8 +95,8 @@ def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
         raise ValueError(f"--deterministic needs the compiled kernels, but {spread}: leave out one of the two")
     if engine.kernels == "compiled":
         raise ValueError(f"--kernels compiled: {spread}; choose --kernels auto")
-    if engine.attention_backend == "flashinfer":
-        raise ValueError(f"--attention-backend flashinfer: {spread}; choose --attention-backend auto")
+    if engine.attention_backend != "auto":
+        raise ValueError(f"--attention-backend {engine.attention_backend}: {spread}; choose --attention-backend auto")
 
 
 def check_heartbeats(placement: PlacementConfig) -> None:

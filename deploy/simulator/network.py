@@ -86,6 +86,8 @@ class ModelledHandoff:
     Chunks are laid out for workers of one KV layer of a byte, so a chunk's bytes are its tokens.
     """
 
+    room = None
+
     def __init__(self, dialer: ModelledDialer, grant: LeaseGrant, generation: str):
         self.dialer = dialer
         self.generation = generation

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -20,7 +20,19 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
-from deploy.worker.computing import device_memory, forward_of, lead_ranks, ranks_of
+from deploy.runtime.settings import check_role
+from deploy.worker.computing import (
+    StaysHere,
+    device_memory,
+    forward_of,
+    hands_over,
+    kept_here,
+    lead_ranks,
+    other_devices,
+    pairs_as,
+    ranks_of,
+    sampler_of,
+)
 from deploy.worker.kv_sizing import Rehearsal, kv_cache_bytes, telling_what_takes_less
 from deploy.worker.proposers import DraftParts, load_draft_parts, make_drafts
 from deploy.worker.step_costs import StepCostFile, StepCostKeeper, step_cost_file
@@ -53,9 +65,8 @@ from serving.engine.step_fit import StepFit
 from serving.engine.step_meter import StepMeter
 from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
-from serving.forward.choose import make_sampler
 from serving.forward.forward import Forward
-from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
+from serving.grammar.grammars import GrammarCompiler, Grammars
 from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
@@ -113,8 +124,7 @@ def build_worker(
 
     Call on a running event loop. Raises ValueError for settings that clash, and where memory lacks.
     """
-    if config.deterministic and config.kv_wire != "auto":
-        raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
+    _check(role, model_config, config)
     spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
     specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
     rehearsal = Rehearsal(model, specs, context_limit(model, model_config, MANY), make_forward)
@@ -133,16 +143,16 @@ def build_worker(
         role=role,
         model=str(model.path),
         fingerprint=layout(kv_dtype)[0],
-        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form + GRAMMAR_VERSION),
+        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form + pairs_as(model)),
         kv_dtype=kv_dtype,
         max_model_len=limit,
         long_rope_after=spec.long_rope_after,
         ranks=ranks_of(model),
     )
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
-    if role is not Role.DECODE and device_kv.can_keep("int8"):
+    if role is not Role.DECODE and hands_over(model) and device_kv.can_keep("int8"):
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
-    sampler, where = make_sampler(forward), (config.block_size, model_config.device, locations.host)
+    sampler, where = sampler_of(forward), (config.block_size, model_config.device, locations.host)
     runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
     eos = frozenset(spec.eos_token_ids)
     grammars = Grammars(GrammarCompiler(lambda: load_tokenizer(model.path), sorted(eos)))
@@ -155,9 +165,21 @@ def build_worker(
         grammars=grammars,
         proposer=drafting.proposer,
     )
-    worker = assemble(identity, config, locations, parts, links)
+    worker = assemble(identity, config, locations, parts, links if hands_over(model) else _staying(links))
     lead_ranks(worker, model)
     return worker
+
+
+def _check(role: Role, model_config: ModelConfig, config: EngineConfig) -> None:
+    """Raises ValueError for settings that clash."""
+    check_role(role, model_config)
+    if config.deterministic and config.kv_wire != "auto":
+        raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
+
+
+def _staying(links: WorkerLinks) -> WorkerLinks:
+    """Those of a worker whose KV does not leave it."""
+    return replace(links, dialer=StaysHere(), pool_link=None)
 
 
 def _guessed(model: LoadedModel, specs: Sequence[LayerKV], device: str) -> StepCost:
@@ -170,8 +192,10 @@ def kv_memory(
 ) -> tuple[KVLocations, int]:
     """The memories of a worker's KV, of which its drafts take a share; and the tokens of the longest text in them."""
     model, specs, size = rehearsal.model, rehearsal.specs, config.block_size
-    memory = kv_cache_bytes(config, device, partial(rehearsal.over_one_block, config, device))
-    blocks = config.num_kv_blocks or blocks_in(memory, [*specs, *drafts], size)
+    memory = kv_cache_bytes(
+        config, device, partial(rehearsal.over_one_block, config, device), other_devices(rehearsal.model)
+    )
+    blocks = config.num_kv_blocks or blocks_in(memory, [*kept_here(model, specs), *drafts], size)
     plan = plan_host(specs, blocks, size, config.host_kv_memory) if config.host_kv_memory else None
     device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, device)
     windows = [model.spec.window(layer) for layer in range(model.spec.layers)]
@@ -209,7 +233,7 @@ def assemble(
     )
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
-    engine = engine_for(str(device_kv.planes[0][0].device))(
+    engine = engine_of(identity, device_kv)(
         *(parts.runner, kv, schedulers, step_limits(config, identity.max_model_len, parts.eos_token_ids)),
         lock=locations.lock,
         clock=clock,
@@ -238,6 +262,11 @@ def assemble(
     )
     costs = StepCostKeeper(meter, parts.learned)
     return Worker(context, prefill, decode, address=links.address, events=events, costs=costs, connector=connector)
+
+
+def engine_of(identity: WorkerIdentity, device_kv: DeviceKV) -> type[Engine]:
+    """Of several ranks none begins a step ahead: they are given the tokens that it feeds, which nobody has read yet."""
+    return Engine if identity.ranks > 1 else engine_for(str(device_kv.planes[0][0].device))
 
 
 def decode_scheduler(

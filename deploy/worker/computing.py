@@ -10,14 +10,23 @@ from deploy.runtime.settings import check_kernels
 from deploy.worker.worker import Worker
 from kvcache.memory.device import DeviceKV
 from serving.config import EngineConfig
-from serving.forward.choose import make_forward
+from serving.device_memory import DeviceMemory
+from serving.errors import StaleLease
+from serving.forward.choose import make_forward, make_sampler
 from serving.forward.cpu_forward import CpuForward
 from serving.forward.forward import Forward
+from serving.grammar.grammars import GRAMMAR_VERSION
 from serving.kvspec import LayerKV
+from serving.links import HandoffDialer, HandoffLink
 from serving.loader.loading import LoadedModel
+from serving.messages import LeaseGrant
+from serving.rank_group.device_forward import DeviceForward
+from serving.rank_group.device_leader import ModelOnDevices, join_devices
 from serving.rank_group.layout_leader import DividedModel, flags_of, join_layout
 from serving.rank_group.leader import SpreadModel, join_group
 from serving.rank_group.ranks import RankGroup
+from serving.rank_group.share import LEADER
+from serving.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +34,46 @@ log = logging.getLogger(__name__)
 def device_memory(
     model: LoadedModel, specs: Sequence[LayerKV], blocks: int, config: EngineConfig, device: str
 ) -> DeviceKV:
-    """KV of so many blocks, in memory that all ranks of the model share where it has several."""
+    """KV of so many blocks, in memory that all ranks of the model share where it has several.
+
+    Of ranks that have a device each, what this one keeps of it.
+    """
     if isinstance(model, SpreadModel | DividedModel):
         planes = model.ranks.share_planes(specs, blocks, config.block_size)
         return DeviceKV(specs, blocks, config.block_size, planes=planes)
-    return DeviceKV(specs, blocks, config.block_size, device)
+    return DeviceKV(kept_here(model, specs), blocks, config.block_size, device)
+
+
+def kept_here(model: LoadedModel, specs: Sequence[LayerKV]) -> Sequence[LayerKV]:
+    """What of the whole model's KV, `specs`, lies in this process's memory."""
+    return model.kept_by(LEADER, specs) if isinstance(model, ModelOnDevices) else specs
+
+
+def hands_over(model: LoadedModel) -> bool:
+    """Whether KV of this worker can leave it: not where several devices have some heads of it each."""
+    return not isinstance(model, ModelOnDevices)
+
+
+def pairs_as(model: LoadedModel) -> str:
+    """What a worker's pairing has beside its model's: grammars, and that those whose KV stays pair with their like."""
+    return GRAMMAR_VERSION + ("" if hands_over(model) else " stays")
+
+
+class StaysHere(HandoffDialer):
+    """Of a worker whose KV does not leave it: a router that knows no better places the request again."""
+
+    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink:
+        raise StaleLease("KV of ranks on several devices is not handed over", code="stays")
+
+
+def other_devices(model: LoadedModel) -> Sequence[DeviceMemory]:
+    """The devices, beside this process's, that have KV of the model."""
+    return model.ranks.memories if isinstance(model, ModelOnDevices) else ()
+
+
+def sampler_of(forward: Forward) -> Sampler:
+    """What draws from its logits, on this process's device (choose.make_sampler)."""
+    return make_sampler(forward.own if isinstance(forward, DeviceForward) else forward)
 
 
 def forward_of(
@@ -43,6 +87,8 @@ def forward_of(
         check_kernels(config, flags_of(model.layout))
         log.info("computing with torch: the model is shared by %d ranks", model.ranks.size)
         return join_layout(model, device_kv.planes)
+    if isinstance(model, ModelOnDevices):
+        return join_devices(model, device_kv.specs, device_kv.planes, config, max_position)
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position, releases=releases)
     check_kernels(config, f"--data-parallel-size {model.ranks.configured}")
@@ -78,14 +124,14 @@ def ranks_of(model: LoadedModel) -> int:
     """How many processes compute its steps."""
     if isinstance(model, SpreadModel):
         return model.ranks.configured
-    return model.ranks.size if isinstance(model, DividedModel) else 1
+    return model.ranks.size if isinstance(model, DividedModel | ModelOnDevices) else 1
 
 
 def lead_ranks(worker: Worker, model: LoadedModel) -> None:
     """Let a worker, where it is of several ranks, tell what they do."""
     if isinstance(model, SpreadModel):
         worker.rank_counters = partial(counters_of, model.ranks)
-    if isinstance(model, DividedModel):
+    if isinstance(model, DividedModel | ModelOnDevices):
         model.ranks.watch(worker.loop.fail)
         worker.rank_counters = lambda: {"parallel_bytes": float(model.ranks.bytes_sent)}
 

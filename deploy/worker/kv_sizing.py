@@ -1,24 +1,23 @@
 """How much memory a worker's KV cache takes: what was asked for, or what a GPU has left beside the model and its steps.
 
 Steps are measured, not guessed: the largest is computed and every graph captured over a single block of KV before the
-cache is allocated. What the device says of its memory comes through `DeviceMemory`.
+cache is allocated. What devices say of their memory comes through `DeviceMemory`.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from deploy.worker.computing import kept_here, sampler_of
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
-from serving.forward.choose import make_sampler
+from serving.device_memory import CudaMemory, DeviceMemory, MemoryReading
 from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.loader.loading import LoadedModel
@@ -29,36 +28,6 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 ON_A_CPU = 2 * GIB  # bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReading:
-    """Bytes: of the device and free on it, whoever has the rest; held by torch here, and the most since last read."""
-
-    total: int
-    free: int
-    held: int
-    peak: int
-
-
-class DeviceMemory(Protocol):
-    """A device's memory as it is now."""
-
-    def reading(self) -> MemoryReading:
-        """After everything launched has run, and what nobody uses is given back."""
-
-
-class CudaMemory:
-    """DeviceMemory of the current CUDA device."""
-
-    def reading(self) -> MemoryReading:
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_reserved()
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        free, total = torch.cuda.mem_get_info()
-        return MemoryReading(total=total, free=free, held=torch.cuda.memory_reserved(), peak=peak)
 
 
 def left_for_kv(before: MemoryReading, after: MemoryReading, utilization: float) -> int:
@@ -73,34 +42,39 @@ def left_for_kv(before: MemoryReading, after: MemoryReading, utilization: float)
     return int(before.total * utilization) - used - steps - max(uncounted, 0)
 
 
-def measured_kv(memory: DeviceMemory, rehearse: Callable[[], object], utilization: float) -> int:
-    """Bytes of KV for this share of the device. `rehearse` computes steps, and returns what holds their graphs.
+def measured_kv(memories: Sequence[DeviceMemory], rehearse: Callable[[], object], utilization: float) -> int:
+    """Bytes of KV on each of these devices for this share of it: what the one has with the least left.
 
-    Raises ValueError where nothing is left.
+    `rehearse` computes steps on all of them, and returns what holds this process's graphs. Raises ValueError where
+    nothing is left.
     """
-    before = memory.reading()
+    before = [memory.reading() for memory in memories]
     forward = rehearse()
-    after = memory.reading()
+    after = [memory.reading() for memory in memories]
     del forward
-    memory.reading()  # which gives its memory back
-    left = left_for_kv(before, after, utilization)
-    if left <= 0:
+    memories[0].reading()  # which gives its memory back
+    left = [left_for_kv(*readings, utilization) for readings in zip(before, after, strict=True)]
+    least = min(left)
+    found = before[left.index(least)]
+    if least <= 0:
         raise ValueError(
-            f"--gpu-memory-utilization {utilization:g} of {before.total / GIB:.1f} GiB leaves no KV: what"
-            f" others use, the model and its steps take {-left / GIB:.1f} GiB more; raise it, lower"
+            f"--gpu-memory-utilization {utilization:g} of {found.total / GIB:.1f} GiB leaves no KV: what"
+            f" others use, the model and its steps take {-least / GIB:.1f} GiB more; raise it, lower"
             " --max-num-batched-tokens or --max-num-seqs, or give workers that share a GPU each a --kv-cache-memory"
         )
-    log.info("KV cache of %.1f GiB: %.1f of %.1f GiB were free", left / GIB, before.free / GIB, before.total / GIB)
-    return left
+    log.info("KV cache of %.1f GiB: %.1f of %.1f GiB were free", least / GIB, found.free / GIB, found.total / GIB)
+    return least
 
 
-def kv_cache_bytes(config: EngineConfig, device: str, rehearse: Callable[[], object]) -> int:
-    """Bytes of a worker's KV cache on this device. Raises ValueError where nothing is left."""
+def kv_cache_bytes(
+    config: EngineConfig, device: str, rehearse: Callable[[], object], others: Sequence[DeviceMemory] = ()
+) -> int:
+    """Bytes of a worker's KV cache on this device, and on each of `others`. Raises ValueError where nothing is left."""
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     if torch.device(device).type != "cuda" or config.num_kv_blocks is not None:
         return ON_A_CPU
-    return measured_kv(CudaMemory(), rehearse, config.gpu_memory_utilization)
+    return measured_kv([CudaMemory(), *others], rehearse, config.gpu_memory_utilization)
 
 
 @contextmanager
@@ -134,7 +108,7 @@ class Rehearsal:
 
     def over_one_block(self, config: EngineConfig, device: str) -> Forward:
         """The forward pass of the largest step, tuned and captured, over a block of KV."""
-        block = DeviceKV(self.specs, 1, config.block_size, device)
+        block = DeviceKV(kept_here(self.model, self.specs), 1, config.block_size, device)
         forward = self.make_forward(self.model, block, config, self.longest)
         return rehearsed(forward, config, self.model.spec.vocab_size, device)
 
@@ -154,5 +128,5 @@ def rehearsed(forward: Forward, config: EngineConfig, vocab: int, device: str) -
     )
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=vocab // 2, repetition_penalty=1.1)
     rows = [SampleRow(params, position=0, output_tokens=(), prompt_tokens=(0,)) for _ in range(sequences)]
-    make_sampler(forward)(forward.logits(batch, None), rows)
+    sampler_of(forward)(forward.logits(batch, None), rows)
     return forward

@@ -24,6 +24,7 @@ from deploy.worker.computing import KeptForward
 from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
+from kvcache.handoff.nixl_device import device_lenders
 from kvcache.pool.remote import RemoteNode
 from kvcache.transfer.choice import lenders_for, lenders_on_demand
 from kvcache.transfer.lent_memory import MemoryLenders
@@ -101,12 +102,15 @@ class WorkerMaker:
     async def _build(self, role: Role, drafts: DraftParts, name: str | None, stack: AsyncExitStack) -> Worker:
         """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
         settings, key, transport = self.settings, self.settings.cluster.cluster_key, self.kv_transport
-        dialer = Dialer(cluster_key=key, kv_transport=transport, tls=self.tls)
+        device = settings.model_config.of(role).device
+        dialer = Dialer(cluster_key=key, kv_transport=transport, tls=self.tls, device=device)
         if role is not Role.DECODE:
             await dialer.prepare()
         pool_lenders = lenders_on_demand(transport)
         stack.callback(pool_lenders.close)
-        lenders = lenders_for(transport) if role is not Role.PREFILL else MemoryLenders()
+        lenders = (
+            lenders_for(transport, device_lenders(transport, device)) if role is not Role.PREFILL else MemoryLenders()
+        )
         engine = replace(settings.engine, profile=trace_of(settings.engine.profile, self._lives))
         self._lives += 1
         links = WorkerLinks(

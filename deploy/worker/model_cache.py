@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from deploy.runtime.devices import visible_devices
 from deploy.runtime.discovery import RouterDirectory, addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
@@ -31,6 +33,7 @@ from serving.loader.loading import LoadedModel, load, resolve
 from serving.parallel.layout import ParallelLayout
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
+from serving.rank_group.device_leader import ModelOnDevices, check_on_devices, load_on_devices
 from serving.rank_group.layout_leader import DividedModel, check_layout, flags_of, load_layout
 from serving.rank_group.leader import SpreadModel, check_spread, load_spread
 from serving.rank_group.messages import Balancing
@@ -66,7 +69,7 @@ def check_device(name: str) -> None:
 def check_model(path: Path, config: ModelConfig) -> None:
     """Raises ValueError for a model at `path` that cannot be served on the device or over the ranks asked for."""
     layout, ranks = layout_of(config), config.data_parallel_size
-    if config.device != "cpu" and config.rank_flags:
+    if config.device != "cpu" and ranks > 1:
         raise ValueError(f"{config.rank_flags}: ranks share KV in the host's memory, so --device cpu alone")
     check_device(config.device)
     if layout.ranks > 1:
@@ -75,7 +78,11 @@ def check_model(path: Path, config: ModelConfig) -> None:
                 f"{flags_of(layout)}: ranks share either a model's layers, or with --data-parallel-size and"
                 " --enable-expert-parallel its experts: leave out one of the two"
             )
-        check_layout(path, config.dtype, config.quantization, layout)
+        if config.device == "cpu":
+            check_layout(path, config.dtype, config.quantization, layout)
+        else:
+            check_gpus(config, layout)
+            check_on_devices(path, config.dtype, config.quantization, layout, config.device)
     if ranks == 1:
         return
     if not config.enable_expert_parallel:
@@ -88,10 +95,25 @@ def check_model(path: Path, config: ModelConfig) -> None:
     check_spread(path, config.dtype, config.quantization, ranks, redundant)
 
 
+def check_gpus(config: ModelConfig, layout: ParallelLayout) -> None:
+    """Raises ValueError unless this process sees a GPU for each rank."""
+    there = torch.cuda.device_count()
+    if config.device.partition(":")[0] != "cuda":
+        raise ValueError(f"{flags_of(layout)}: ranks have a CUDA device each, or share a CPU, and no {config.device}")
+    if there < layout.ranks:
+        raise ValueError(
+            f"{flags_of(layout)} with --device {config.device}: each rank has a GPU of its own, and this worker sees"
+            f" {there}; see CUDA_VISIBLE_DEVICES, and name no single one"
+        )
+
+
 def load_from(path: Path, config: ModelConfig) -> LoadedModel:
     """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for."""
     check_model(path, config)
-    if (layout := layout_of(config)).ranks > 1:
+    if (layout := layout_of(config)).ranks > 1 and config.device != "cpu":
+        gpus = visible_devices(os.environ)
+        return load_on_devices(path, config.dtype, layout, config.rank_timeout, config.device, gpus)
+    if layout.ranks > 1:
         return load_layout(path, config.dtype, config.quantization, layout, config.rank_timeout)
     if config.data_parallel_size > 1:
         ranks, eplb = config.data_parallel_size, config.eplb()
@@ -124,7 +146,7 @@ def _balancing(eplb: EplbConfig) -> Balancing:
 
 def release(model: LoadedModel) -> None:
     """End what holds a part of the model beside this process. Call when no step runs any more."""
-    if isinstance(model, SpreadModel | DividedModel):
+    if isinstance(model, SpreadModel | DividedModel | ModelOnDevices):
         model.ranks.close()
 
 

@@ -116,8 +116,8 @@ class WorkerDrafts:
 def draft_config(config: EngineConfig, forward: Forward, device: str) -> EngineConfig:
     """With which the draft model's forward pass is chosen, beside the model's own.
 
-    On a CPU the compiled kernels take torch's threads away, which a model that torch computes needs itself. What the
-    model's attention has to have, the draft's has where it can.
+    On a CPU the compiled kernels take torch's threads away, which a model that torch computes needs itself. The library
+    is not demanded of the draft, but forbidden with the model's.
     """
     kernels = config.kernels if device != "cpu" or isinstance(forward, CpuForward) else "torch"
     attention = "triton" if config.attention_backend == "triton" else "auto"

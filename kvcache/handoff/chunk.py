@@ -16,10 +16,12 @@ from torch import Tensor
 
 from kvcache.handoff.tree_digest import leaves_of, root_of
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.device_room import DevicePayload, DeviceRoom
 from kvcache.memory.heads import HeadSlice
 from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_dtype import AS_STORED, ENCODINGS, Wire, converted, stored_as
 from kvcache.memory.token_slots import TokenSlots
+from kvcache.transfer.payload import Payload
 from serving.errors import CorruptChunk
 from serving.kvspec import LayerKV, with_heads
 from serving.messages import LeaseId
@@ -45,7 +47,7 @@ class Chunk:
     last_head: int = 0
     start: int
     end: int
-    payload: bytes | memoryview
+    payload: Payload
     digest: bytes
 
     @property
@@ -61,9 +63,9 @@ class Chunk:
         return "\0".join([*map(str, numbers), *texts]).encode()
 
 
-def digest(header: bytes, payload: bytes | memoryview) -> bytes:
+def digest(header: bytes, payload: Payload) -> bytes:
     """That of header and payload (kvcache.handoff.tree_digest): 16 bytes."""
-    return root_of(header, leaves_of(payload))
+    return root_of(header, payload.leaves if isinstance(payload, DevicePayload) else leaves_of(_on_host(payload)))
 
 
 def encode(
@@ -78,21 +80,25 @@ def encode(
     wire: Wire | None = None,
     head_slice: HeadSlice | None = None,
     first_layer: int | None = None,
+    room: DeviceRoom | None = None,
 ) -> Chunk:
     """Read the chunk's bytes out of the KV cache; `wire` says how they travel, `head_slice` which heads go.
+
+    With `room` they stay on the device where they can: as they are stored there, and all of them.
 
     By default KV goes as it is stored here, with all its heads. Layers of one chunk that is cut must all have heads.
     `first_layer` is what the receiver calls the first of `layers`, where it has other layers than this worker.
     """
     slots, wire = device_kv.slots(blocks, start, end), wire or Wire(AS_STORED, device_kv.specs)
     asked = slice(layers.start, layers.stop)
+    payload: Payload
+    leaves: bytes | None = None
     if head_slice is None and wire.layers[asked] == device_kv.specs[asked]:
-        payload, leaves = _read(device_kv, layers, slots)
+        payload, leaves = _read(device_kv, layers, slots, room)
     else:
         read = zip(layers, device_kv.read_all(layers, slots), strict=True)
         layouts = (_laid_out(planes, device_kv.specs[layer], wire.layers[layer], head_slice) for layer, planes in read)
-        parts = [part.flatten() for layer in layouts for part in layer]
-        payload, leaves = torch.cat(parts).numpy(), None
+        payload = torch.cat([part.flatten() for layer in layouts for part in layer]).numpy().data.cast("B")
     heads = range(0) if head_slice is None or head_slice.whole else head_slice.place
     assert not heads or all(device_kv.specs[layer].heads is not None for layer in layers)
     place = layers.start if first_layer is None else first_layer
@@ -106,17 +112,23 @@ def encode(
         last_head=heads.stop,
         start=start,
         end=end,
-        payload=payload.data.cast("B"),
+        payload=payload,
         digest=b"",
     )
     return sealed(bare, leaves)
 
 
-def _read(device_kv: DeviceKV, layers: range, slots: TokenSlots) -> tuple[Bytes, bytes | None]:
+def _read(
+    device_kv: DeviceKV, layers: range, slots: TokenSlots, room: DeviceRoom | None
+) -> tuple[Payload, bytes | None]:
     """The layers' planes one after another, in one pass; and the digests of leaves if they were computed there."""
+    packed = None if room is None else device_kv.pack(layers, slots, room)
+    if packed is not None:
+        return packed, packed.leaves
     size = slots.tokens * sum(device_kv.specs[layer].token_bytes for layer in layers)
     payload = np.empty(size, dtype=np.uint8)
-    return payload, device_kv.read_into(layers, slots, payload)
+    leaves = device_kv.read_into(layers, slots, payload)
+    return payload.data.cast("B"), leaves
 
 
 def _laid_out(planes: Sequence[Tensor], source: LayerKV, target: LayerKV, head_slice: HeadSlice | None) -> list[Tensor]:
@@ -135,7 +147,9 @@ def _cut(planes: Sequence[Tensor], spec: LayerKV, heads: range) -> tuple[list[Te
 
 def sealed(chunk: Chunk, leaves: bytes | None = None) -> Chunk:
     """The chunk with its digest computed; `leaves` are those of its payload, if they are known."""
-    return replace(chunk, digest=root_of(chunk.header(), leaves_of(chunk.payload) if leaves is None else leaves))
+    if leaves is None:
+        return replace(chunk, digest=digest(chunk.header(), chunk.payload))
+    return replace(chunk, digest=root_of(chunk.header(), leaves))
 
 
 def verify(chunk: Chunk, device_kv: DeviceKV) -> None:
@@ -168,6 +182,13 @@ def wire_layers(chunk: Chunk, specs: Sequence[LayerKV]) -> list[LayerKV]:
     return [with_heads(layer, chunk.last_head - chunk.first_head) for layer in layers]
 
 
+def packed(chunk: Chunk, specs: Sequence[LayerKV]) -> DevicePayload | None:
+    """The payload of a verified chunk that lies on a device, as the receiver, which stores `specs`, has it there."""
+    stored = list(specs[chunk.first_layer : chunk.last_layer])
+    as_stored = chunk.whole and wire_layers(chunk, specs) == stored
+    return chunk.payload if isinstance(chunk.payload, DevicePayload) and as_stored else None
+
+
 def split(chunk: Chunk, device_kv: DeviceKV) -> list[list[Bytes]]:
     """The payload of a verified chunk per layer and plane, as the device stores them: uint8 [tokens, token_bytes].
 
@@ -186,7 +207,7 @@ def split(chunk: Chunk, device_kv: DeviceKV) -> list[list[Bytes]]:
 def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Bytes]]:
     """The payload per layer and plane: uint8 [tokens, token_bytes], views of it."""
     tokens = chunk.end - chunk.start
-    data = np.frombuffer(chunk.payload, dtype=np.uint8)
+    data = np.frombuffer(_on_host(chunk.payload), dtype=np.uint8)
     found, offset = [], 0
     for layer in layers:
         parts: list[Bytes] = []
@@ -196,6 +217,11 @@ def _planes(chunk: Chunk, layers: Sequence[LayerKV]) -> list[list[Bytes]]:
             offset += size
         found.append(parts)
     return found
+
+
+def _on_host(payload: Payload) -> bytes | memoryview:
+    """It may wait for a device: not on the event loop."""
+    return payload if isinstance(payload, bytes | memoryview) else payload.to_host()
 
 
 def join(chunks: Sequence[Chunk], specs: Sequence[LayerKV]) -> Chunk:

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvcache.handoff.grpc_stream import GrpcHandoff
 from kvcache.handoff.local import LocalHandoff, Receiver
+from kvcache.handoff.nixl_device import device_writers
 from kvcache.transfer.choice import writers_for
 from kvcache.transfer.remote_write import writer_to
 from serving.grpc_tls import GrpcTls
@@ -43,12 +44,14 @@ class Dialer:
         *,
         idle_seconds: float = IDLE_SECONDS,
         tls: GrpcTls | None = None,
+        device: str = "cpu",
     ):
+        """`device` is the torch device that KV is handed over from."""
         self.local = local if local is not None else {}
         self.cluster_key = cluster_key
         self.idle_seconds = idle_seconds
         self.tls = tls
-        self._writers = writers_for(kv_transport)
+        self._writers = device_writers(kv_transport, device) | writers_for(kv_transport)
         self._channels: dict[str, _Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
 

@@ -10,12 +10,13 @@ import asyncio
 import logging
 from asyncio import Future, Task
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcache.handoff.chunk import Chunk, Commit
 from kvcache.handoff.messages import PUSH, PushFrame, chunk_frame, framing
 from kvcache.transfer.framing import Frame
+from kvcache.transfer.payload import Room
 from kvcache.transfer.remote_write import BufferSender, RemoteWriter
 from serving.errors import MillraceError, WorkerLost
 from serving.messages import LeaseId
@@ -72,6 +73,10 @@ class GrpcHandoff:
         self._writing = asyncio.create_task(self._write(), name=f"push-{caller.address}")
         self._writing.add_done_callback(self._written)
 
+    @property
+    def room(self) -> Room | None:
+        return self._buffers.room
+
     # ---- what the handoff calls --------------------------------------------------------------------------------
 
     async def begin(self) -> int:
@@ -83,7 +88,7 @@ class GrpcHandoff:
             await self._unless_over(self._ready)
         buffer = await self._buffer_for(chunk)
         if buffer is None:
-            await self._put(chunk_frame(chunk))
+            await self._put(chunk_frame(await _by_the_stream(chunk)))
         else:
             await self._put(_Written(chunk, buffer, self._buffers.write(buffer, chunk.payload)))
 
@@ -208,9 +213,18 @@ class GrpcHandoff:
 
     async def _announced(self, sent: _Written) -> PushFrame:
         """Waits until the bytes lie in their buffer; if they do not get there, they go along."""
-        return chunk_frame(sent.chunk, sent.buffer if await self._buffers.arrived(sent.written) else None)
+        if await self._buffers.arrived(sent.written):
+            return chunk_frame(sent.chunk, sent.buffer)
+        return chunk_frame(await _by_the_stream(sent.chunk))
 
     def _written(self, writing: Task[None]) -> None:
         """A stream that cannot be written to is over: the reading half gets the reason."""
         if writing.cancelled() or writing.exception() is not None:
             self._call.cancel()
+
+
+async def _by_the_stream(chunk: Chunk) -> Chunk:
+    """The chunk with its bytes in host memory."""
+    if isinstance(chunk.payload, bytes | memoryview):
+        return chunk
+    return replace(chunk, payload=await asyncio.to_thread(chunk.payload.to_host))

@@ -28,6 +28,7 @@ class LocalHandoff:
         self.receiver = receiver
         self.fence = fence
         self.generation = generation
+        self.room = None
 
     async def begin(self) -> int:
         return await self.receiver.begin(self.fence, self.generation)

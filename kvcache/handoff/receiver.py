@@ -69,7 +69,7 @@ class IncomingHandoff:
             await self.receiver.receive(chunk_from_pb(chunk, payload), GRPC)
             return None
         self.via = self._lent.kind
-        copied = self._lent.read(chunk.buffer, chunk.buffer_bytes)
+        copied = await self._lent.taken(chunk.buffer, chunk.buffer_bytes)
         await self.receiver.receive(chunk_from_pb(chunk, copied), self.via)
         return pb.PushReply(freed_buffer=chunk.buffer)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvcache.handoff.chunk import Chunk, encode, sealed_commit
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.device_room import DeviceRoom
 from kvcache.memory.kv_dtype import AS_STORED, Wire
 from kvcache.memory.locations import KVLocation, KVLocations
 from serving.engine.sequence import SequenceState
@@ -144,7 +145,8 @@ class Handoff:
 
         def encoded(location: KVLocation) -> Chunk:
             where = (location.blocks, location.start, location.end)
-            return encode(location.device_kv, self.fence, self.layout, layers, *where, wire=self.wire)
+            room: DeviceRoom | None = None if self.locations.host is not None else self.link.room
+            return encode(location.device_kv, self.fence, self.layout, layers, *where, wire=self.wire, room=room)
 
         chunks = self.locations.read(self.seq, start, end, encoded)
         self.bytes_sent += sum(len(chunk.payload) for chunk in chunks)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcache.memory.device_room import DevicePayload, DeviceRoom
 from kvcache.memory.host_copy import Bytes
 from kvcache.memory.kv_copies import HostCopies, KVCopies, copies_of
 from kvcache.memory.kv_dtype import stored_as
@@ -96,6 +97,14 @@ class DeviceKV:
         widths = [plane.token_bytes for layer in layers for plane in self.specs[layer].planes]
         ends = list(accumulate(slots.tokens * width for width in widths))
         return self.copies.take_digested(layers, slots, [out[begin:end] for begin, end in pairwise([0, *ends])])
+
+    def pack(self, layers: range, slots: TokenSlots, room: DeviceRoom) -> DevicePayload | None:
+        """What `read_into` reads, packed on the device; None where it lies elsewhere, or finds no place in `room`."""
+        return self.copies.pack(layers, slots, room)
+
+    def unpack(self, layers: range, slots: TokenSlots, payload: DevicePayload) -> None:
+        """The inverse of `pack`, on any device with the same layers."""
+        self.copies.unpack(layers, slots, payload)
 
     def write(self, layer: int, slots: TokenSlots, parts: Sequence[Tensor | Bytes]) -> None:
         """The inverse of `read`; parts may be arrays as well."""

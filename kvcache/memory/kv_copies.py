@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcache.memory.device_room import DevicePayload, DeviceRoom
 from kvcache.memory.host_copy import Bytes, cells_of, shaped, take_blocks
-from kvcache.memory.staging_ring import KV_AT, MOST_BLOCKS, PLACE_BYTES, StagingPlace, ring_of
+from kvcache.memory.staging_ring import KV_AT, MOST_BLOCKS, PLACE_BYTES, StagingPlace, ring_of, there_for_all
 from kvcache.memory.token_slots import TokenSlots
 from serving.kvspec import LayerKV
-from serving.streams import IMMEDIATE, Streams, recorded, streams_of
+from serving.streams import IMMEDIATE, Streams, streams_of
 
 WIDEST_UNIT = 8  # bytes
 
@@ -43,6 +44,14 @@ class KVCopies(Protocol):
 
     def put(self, layers: range, slots: TokenSlots, parts: Sequence[Bytes]) -> None:
         """The inverse; parts are contiguous."""
+        ...
+
+    def pack(self, layers: range, slots: TokenSlots, room: DeviceRoom) -> DevicePayload | None:
+        """`take_digested` to a place of the device's; None where it does not lie there, or finds no place."""
+        ...
+
+    def unpack(self, layers: range, slots: TokenSlots, payload: DevicePayload) -> None:
+        """The inverse, of a payload on the planes' device with the bytes of these layers and slots."""
         ...
 
 
@@ -74,6 +83,12 @@ class HostCopies(KVCopies):
             cells = cells_of(plane)
             for where, given in slots.stretches(shaped(rows.reshape(-1), cells)):
                 cells[where] = given
+
+    def pack(self, layers: range, slots: TokenSlots, room: DeviceRoom) -> None:
+        """It lies in host memory."""
+
+    def unpack(self, layers: range, slots: TokenSlots, payload: DevicePayload) -> None:
+        raise AssertionError("nothing comes to host memory by a device")
 
     def _planes(self, layers: range) -> list[Tensor]:
         return [plane for layer in layers for plane in self.planes[layer]]
@@ -118,8 +133,7 @@ class StreamCopies(KVCopies):
 
         ring, first, size = ring_of(self.streams), self.first_plane[layers.start], self._bytes(piece)
         with ring.place(ring.outward) as place:
-            place.name(piece.slots.blocks)
-            place.upload(0, 8 * len(piece.slots.blocks))
+            self._named(place, piece.slots)
             self._launch(gather, place, piece)
             digests = self._digest(place, size) if digested else 0
             place.download(KV_AT - digests, KV_AT + size)
@@ -134,8 +148,40 @@ class StreamCopies(KVCopies):
 
         digests = -(-size // LEAF) * DIGEST_BYTES
         into = place.device[KV_AT - digests : KV_AT]
-        self.streams.launch(partial(leaf_digests, size=size), self._words, place.device[KV_AT:], into)
+        words = ring_of(self.streams).digest_words
+        self.streams.launch(partial(leaf_digests, size=size), words, place.device[KV_AT:], into)
         return digests
+
+    def pack(self, layers: range, slots: TokenSlots, room: DeviceRoom) -> DevicePayload | None:
+        from serving.kernels.gpu.kv_rows import gather
+        from serving.kernels.gpu.leaf_digests import as_digests
+
+        pieces = list(self._pieces(layers, slots))
+        place = room.free_place() if len(pieces) == 1 and room.takes(self._bytes(pieces[0])) else None
+        if place is None:
+            return None
+        payload = room.payload(place, self._bytes(pieces[0]), b"")
+        with room.working(place, ring_of(self.streams).outward):
+            self._named(place, slots)
+            self._launch(gather, place, pieces[0])
+            digests = room.digest(place, payload.size)
+            place.download(KV_AT - digests, KV_AT)
+        payload.leaves = as_digests(place.host[KV_AT - digests : KV_AT].numpy().tobytes())
+        return payload
+
+    def unpack(self, layers: range, slots: TokenSlots, payload: DevicePayload) -> None:
+        from serving.kernels.gpu.kv_rows import scatter
+
+        [piece] = self._pieces(layers, slots)
+        assert payload.size == self._bytes(piece)
+        with payload.room.working(payload.place, ring_of(self.streams).inward) as place:
+            self._named(place, slots)
+            self._launch(scatter, place, piece)
+
+    def _named(self, place: StagingPlace, slots: TokenSlots) -> None:
+        """The copy's blocks, in the place on the device."""
+        place.name(slots.blocks)
+        place.upload(0, 8 * len(slots.blocks))
 
     def put(self, layers: range, slots: TokenSlots, parts: Sequence[Bytes]) -> None:
         from serving.kernels.gpu.kv_rows import scatter
@@ -217,20 +263,7 @@ class StreamCopies(KVCopies):
 
     @cached_property
     def _table(self) -> Tensor:
-        return self._uploaded(torch.tensor(self._fields, dtype=torch.int64))
-
-    @cached_property
-    def _words(self) -> Tensor:
-        """The constants of serving.kernels.gpu.leaf_digests."""
-        from serving.kernels.gpu.leaf_digests import constants
-
-        return self._uploaded(constants())
-
-    def _uploaded(self, numbers: Tensor) -> Tensor:
-        host = self.streams.pinned(numbers.nbytes).view(torch.int64).view(numbers.shape)
-        there = self.streams.uploaded(host.copy_(numbers))
-        recorded(self.streams).synchronize()  # other streams read it too
-        return there
+        return there_for_all(self.streams, torch.tensor(self._fields, dtype=torch.int64))
 
 
 def runs_of(plane: Tensor) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.device_room import DevicePayload
 from kvcache.memory.host import HostKV
 from kvcache.memory.host_copy import Bytes
 from serving.engine.sequence import SequenceState
@@ -77,6 +78,15 @@ class KVLocations:
             slots = location.device_kv.slots(location.blocks, location.start, location.end)
             rows = slice(location.start - locations[0].start, location.end - locations[0].start)
             location.device_kv.write_all(layers, slots, [[plane[rows] for plane in planes] for planes in parts])
+
+    def unpack(self, locations: Sequence[KVLocation], layers: range, payload: DevicePayload) -> bool:
+        """`write` of what lies on the device already; False where it does not belong to one place there."""
+        if len(locations) != 1 or locations[0].on_host:
+            return False
+        [location] = locations
+        slots = location.device_kv.slots(location.blocks, location.start, location.end)
+        location.device_kv.unpack(layers, slots, payload)
+        return True
 
     def _located(self, seq: SequenceState, start: int, end: int) -> KVLocation:
         """Where token `start` lies, and as many after it as lie in the same memory."""

@@ -13,10 +13,11 @@ from threading import Lock
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvcache.memory.host_copy import Bytes
-from serving.streams import Event, Stream, Streams
+from serving.streams import Event, Stream, Streams, recorded
 
 PLACES = 4  # one is filled, one emptied, while two are on their way
 PLACE_BYTES = 4 << 20  # of KV: a chunk of a handoff has about half
@@ -27,11 +28,14 @@ KV_AT = HEAD_BYTES + DIGESTS_BYTES
 
 
 class StagingPlace:
-    """Memory for one copy, pinned on the host and as much on the device, and the event behind it."""
+    """Memory for one copy, pinned on the host and as much on the device, and the event behind it.
 
-    def __init__(self, streams: Streams) -> None:
-        self.host: Tensor = streams.pinned(KV_AT + PLACE_BYTES)
-        self.device: Tensor = streams.room(KV_AT + PLACE_BYTES)
+    With `device`, memory of its own there, uint8, the host has room for what is before the KV alone.
+    """
+
+    def __init__(self, streams: Streams, device: Tensor | None = None) -> None:
+        self.host: Tensor = streams.pinned(KV_AT + (PLACE_BYTES if device is None else 0))
+        self.device: Tensor = streams.room(KV_AT + PLACE_BYTES) if device is None else device
         self._done: Event = streams.event()
         self.stream: Stream | None = None  # the one that works here, until that has been waited for
         self.kv: Bytes = self.host.numpy()[KV_AT:]
@@ -64,9 +68,19 @@ class StagingRing:
         self.outward: Stream = streams.make("kv-out")
         self.inward: Stream = streams.make("kv-in")
         self._streams = streams
+        self._words: Tensor | None = None
         self._free: SimpleQueue[StagingPlace] = SimpleQueue()
         for _ in range(PLACES):
             self._free.put(StagingPlace(streams))
+
+    @property
+    def digest_words(self) -> Tensor:
+        """The constants of serving.kernels.gpu.leaf_digests, on the device."""
+        if self._words is None:
+            from serving.kernels.gpu.leaf_digests import constants  # it imports triton, which is not everywhere
+
+            self._words = there_for_all(self._streams, constants())
+        return self._words
 
     @contextmanager
     def place(self, stream: Stream) -> Iterator[StagingPlace]:
@@ -84,6 +98,14 @@ class StagingRing:
                 place.wait()  # where the copy has broken off
             finally:  # a device that fails fails the next copy as well, which would else wait for a place for ever
                 self._free.put(place)
+
+
+def there_for_all(streams: Streams, numbers: Tensor) -> Tensor:
+    """These int64 on the device, for every stream of it; the host waits until they are there."""
+    host = streams.pinned(numbers.nbytes).view(torch.int64).view(numbers.shape)
+    there = streams.uploaded(host.copy_(numbers))
+    recorded(streams).synchronize()
+    return there
 
 
 _rings: WeakKeyDictionary[Streams, StagingRing] = WeakKeyDictionary()

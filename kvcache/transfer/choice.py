@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from kvcache.transfer.lent_memory import GRPC, MemoryLender, MemoryLenders, TransferUnavailable
 from kvcache.transfer.nixl_agent import KIND as NIXL
@@ -15,6 +16,8 @@ from kvcache.transfer.shared_memory import SharedMemoryLender, SharedMemoryWrite
 from serving.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
+
+NOTHING_BEFORE: Mapping[str, Callable[[], MemoryLender]] = MappingProxyType({})
 
 AUTO = "auto"
 WITHIN_HOST = "host"  # as auto, of what opens no port to other hosts
@@ -46,14 +49,17 @@ def lenders_on_demand(kv_transport: str) -> MemoryLenders:
     return MemoryLenders({kind: LENDERS[kind] for kind in chosen(kv_transport)})
 
 
-def lenders_for(kv_transport: str) -> MemoryLenders:
-    """Lenders that have been made, for a worker to offer. Raises InvalidRequest if one is asked for and cannot be."""
-    lenders = lenders_on_demand(kv_transport)
+def lenders_for(kv_transport: str, before: Mapping[str, Callable[[], MemoryLender]] = NOTHING_BEFORE) -> MemoryLenders:
+    """Lenders that have been made, for a worker to offer, those `before` others where they can be had.
+
+    Raises InvalidRequest if one is asked for and cannot be.
+    """
+    lenders = MemoryLenders({**before, **{kind: LENDERS[kind] for kind in chosen(kv_transport)}})
     for kind in lenders.kinds:
         try:
             lenders.start(kind)
         except TransferUnavailable as error:
-            if kv_transport not in (AUTO, WITHIN_HOST):
+            if kind not in before and kv_transport not in (AUTO, WITHIN_HOST):
                 raise InvalidRequest(f"--kv-transport {kv_transport}: {error}", param="kv_transport") from error
             log.warning("KV is not taken over %s: %s", kind, error)
     return lenders

@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvcache.transfer.lending import Lending
+from kvcache.transfer.payload import Payload
 from serving.messages import TransportOffer
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,8 @@ class MemoryLender:
 
     kind: str
 
-    def __init__(self, offer: TransportOffer, memory: Bytes, first_address: int, rest_seconds: float):
+    def __init__(self, offer: TransportOffer, memory: Any, first_address: int, rest_seconds: float):
+        """`memory` is cut like an array of bytes; what is not one, as a device's, is `taken` alone."""
         self.offer = offer
         self.lending = Lending(len(memory) // TRANSFER_BYTES, rest_seconds)
         self.memory = memory
@@ -63,7 +66,12 @@ class MemoryLender:
     def at(self, address: int, length: int) -> Bytes:
         """The memory from this address on; no copy."""
         start = address - self._first_address
-        return self.memory[start : start + length]
+        part: Bytes = self.memory[start : start + length]
+        return part
+
+    async def taken(self, address: int, length: int) -> Payload | None:
+        """A copy of what lies in a device's memory, on it where that finds a place; None: it is host memory."""
+        return None
 
     def take_back(self, lent: LentBuffers, *, settled: bool) -> None:
         self.lending.take_back(lent.part, time.monotonic(), settled=settled)
@@ -97,6 +105,13 @@ class LentBuffers:
         if self.lender is None or index >= len(self.addresses) or length > self.size:
             return b""
         return self.lender.at(self.addresses[index], length).copy().data
+
+    async def taken(self, index: int, length: int) -> Payload:
+        """As `read`, of a device's memory too."""
+        if self.lender is None or index >= len(self.addresses) or length > self.size:
+            return b""
+        found = await self.lender.taken(self.addresses[index], length)
+        return self.read(index, length) if found is None else found
 
     def fill(self, parts: Iterable[bytes | memoryview]) -> None:
         """Copy the parts, TRANSFER_BYTES at most, to the first buffer and on, for another process to read."""

@@ -20,10 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvcache.transfer.lent_memory import TransferUnavailable
+from kvcache.transfer.payload import Payload
 
 log = logging.getLogger(__name__)
 
 KIND = "nixl"
+DRAM, VRAM = "DRAM", "VRAM"
+FIRST = 0  # the number of the device, at either end: each computes on the first that it sees
 POLL_SECONDS = 0.0002  # between looks at writes in progress
 TURN_SECONDS = 0.001  # between turns given to writes that arrive; shared memory and RDMA need none, and do not wait
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 -- nothing is written there, only its room is looked at
@@ -48,27 +51,40 @@ def require_shared_memory() -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AgentMemory:
+    """Memory of this process that an agent registers: of a kind as NIXL names it, DRAM or VRAM."""
+
+    address: int
+    size: int
+    kind: str
+
+
 @dataclass(slots=True)
 class _Write:
-    """A payload on its way from this buffer's `offset` to an address of a peer's."""
+    """A payload on its way from this buffer's `offset`, or from where a device holds it, to an address of a peer's."""
 
     peer: str
     offset: int
     address: int
-    payload: bytes | memoryview
+    payload: Payload
+    there: str  # the kind of the peer's memory
     done: Future[None]
     handle: Any = None
 
 
 class Agent:
-    """One agent of NIXL over UCX with one buffer, `memory`. Raises TransferUnavailable if NIXL will not start.
+    """One agent of NIXL over UCX with one buffer, `memory`, and maybe memory of a `device`. Raises TransferUnavailable
+    if NIXL will not start, or moves no bytes of the device.
 
     NIXL makes progress only when it is called, so the thread calls it while writes are under way here or, as
     `expecting` says, may arrive from others. Otherwise it waits.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, device: AgentMemory | None = None):
         require_shared_memory()
+        self.device = device
+        self.name = f"millrace-{os.getpid()}-{uuid.uuid4().hex}"  # which it is written to by itself
         self.memory = np.zeros(size, dtype=np.uint8)
         self.base = int(self.memory.ctypes.data)
         self._news = threading.Condition()
@@ -106,9 +122,12 @@ class Agent:
         """Make a peer's memory reachable; the name to write to it by."""
         return self.call(lambda: self._meet(metadata))
 
-    def write(self, peer: str, offset: int, address: int, payload: bytes | memoryview) -> Future[None]:
-        """Copy the payload to `memory[offset:]`, and from there to the peer's address; done when it all lies there."""
-        write = _Write(peer, offset, address, payload, Future())
+    def write(self, peer: str, offset: int, address: int, payload: Payload, there: str = DRAM) -> Future[None]:
+        """Write the payload to the peer's address, in memory of the kind `there`; done when it all lies there.
+
+        From where a device holds it, or by way of `memory[offset:]`.
+        """
+        write = _Write(peer, offset, address, payload, there, Future())
         write.done.set_running_or_notify_cancel()
         self._do(lambda: self._post(write), write.done)
         return write.done
@@ -188,17 +207,28 @@ class Agent:
         kinds = [kind for kind in vars(bindings).values() if isinstance(kind, type)]
         self._errors += tuple(kind for kind in kinds if issubclass(kind, Exception))
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        name = f"millrace-{os.getpid()}-{uuid.uuid4().hex}"
-        self._agent: Any = nixl.nixl_agent(name, config)
-        self._registered = self._agent.register_memory([(self.base, self.memory.nbytes, 0, "")], "DRAM")
+        self._agent: Any = nixl.nixl_agent(self.name, config)
+        self._registered: list[Any] = []
+        if self.memory.nbytes:
+            self._register(AgentMemory(self.base, self.memory.nbytes, DRAM))
+        if self.device is not None:
+            moved = self._agent.get_backend_mem_types("UCX")
+            if f"{self.device.kind}_SEG" not in moved:
+                raise RuntimeError(f"its UCX moves {', '.join(moved) or 'nothing'}, and no {self.device.kind}")
+            self._register(self.device)
         return bytes(self._agent.get_agent_metadata())
+
+    def _register(self, memory: AgentMemory) -> None:
+        described = [(memory.address, memory.size, FIRST, "")]
+        self._registered.append(self._agent.register_memory(described, memory.kind))
 
     def _stop(self) -> None:
         if not hasattr(self, "_agent"):
             return
         for name in self._peers.values():
             self._agent.remove_remote_agent(name)
-        self._agent.deregister_memory(self._registered)
+        for registered in self._registered:
+            self._agent.deregister_memory(registered)
         del self._agent
 
     def _meet(self, metadata: bytes) -> str:
@@ -224,9 +254,13 @@ class Agent:
 
     def _begin(self, write: _Write) -> str:
         size = len(write.payload)
-        np.copyto(self.memory[write.offset : write.offset + size], np.frombuffer(write.payload, dtype=np.uint8))
-        here = self._agent.get_xfer_descs([(self.base + write.offset, size, 0)], "DRAM")
-        there = self._agent.get_xfer_descs([(write.address, size, 0)], "DRAM")
+        if isinstance(write.payload, bytes | memoryview):
+            np.copyto(self.memory[write.offset : write.offset + size], np.frombuffer(write.payload, dtype=np.uint8))
+            here = self._agent.get_xfer_descs([(self.base + write.offset, size, FIRST)], DRAM)
+        else:
+            assert self.device is not None, "an agent without a device is given none of its payloads"
+            here = self._agent.get_xfer_descs([(write.payload.address, size, FIRST)], self.device.kind)
+        there = self._agent.get_xfer_descs([(write.address, size, FIRST)], write.there)
         write.handle = self._agent.initialize_xfer("WRITE", here, there, write.peer)
         return str(self._agent.transfer(write.handle))
 

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from kvcache.transfer.lending import Lending
 from kvcache.transfer.lent_memory import (
@@ -22,7 +23,8 @@ from kvcache.transfer.lent_memory import (
     NoBuffers,
     TransferUnavailable,
 )
-from kvcache.transfer.nixl_agent import KIND, Agent
+from kvcache.transfer.nixl_agent import DRAM, KIND, Agent
+from kvcache.transfer.payload import Payload, Room
 from serving.messages import TransportOffer
 
 TRANSFERS = 8  # at a time; more go over the stream. Memory is taken up when it is first written to: 64 MiB in all
@@ -30,15 +32,13 @@ REST_SECONDS = 60.0  # how long the buffers of a lost sender rest: far longer th
 SETTLE_SECONDS = 2.0  # how long the end of a transfer waits for its writes
 
 
-class NixlLender(MemoryLender):
-    """Lends an agent's registered memory. Raises TransferUnavailable if NIXL will not start."""
+class AgentLender(MemoryLender):
+    """Lends memory that `agent` has registered."""
 
-    kind = KIND
-
-    def __init__(self) -> None:
-        self.agent = Agent(TRANSFERS * TRANSFER_BYTES)
-        offer = TransportOffer(kind=KIND, details=self.agent.metadata)
-        super().__init__(offer, self.agent.memory, self.agent.base, REST_SECONDS)
+    def __init__(self, agent: Agent, memory: Any, first_address: int) -> None:
+        self.agent = agent
+        offer = TransportOffer(kind=self.kind, details=agent.metadata)
+        super().__init__(offer, memory, first_address, REST_SECONDS)
 
     def lend(self) -> LentBuffers:
         if self.agent.over:  # nothing would arrive
@@ -53,6 +53,16 @@ class NixlLender(MemoryLender):
 
     def close(self) -> None:
         self.agent.close()
+
+
+class NixlLender(AgentLender):
+    """Lends an agent's own memory. Raises TransferUnavailable if NIXL will not start."""
+
+    kind = KIND
+
+    def __init__(self) -> None:
+        agent = Agent(TRANSFERS * TRANSFER_BYTES)
+        super().__init__(agent, agent.memory, agent.base)
 
 
 class NixlWriters:
@@ -74,8 +84,11 @@ class NixlWriters:
         """Takes a while the first time, and where the last one's thread has broken. Raises TransferUnavailable."""
         with self._starting:
             if self._agent is None or self._agent.over:
-                self._agent = Agent(TRANSFERS * TRANSFER_BYTES)
+                self._agent = self._started()
             return self._agent
+
+    def _started(self) -> Agent:
+        return Agent(TRANSFERS * TRANSFER_BYTES)
 
     def close(self) -> None:
         with self._starting:
@@ -88,6 +101,11 @@ class NixlWriter:
     """One transfer's writes (kvcache.transfer.remote_write.RemoteWriter), out of buffers at this end."""
 
     kind = KIND
+    there = DRAM  # the kind of memory that is written to
+
+    @property
+    def room(self) -> Room | None:
+        return None
 
     def __init__(self, writers: NixlWriters, metadata: bytes):
         self.writers = writers
@@ -102,9 +120,10 @@ class NixlWriter:
         self._agent = await asyncio.to_thread(self.writers.agent)
         self._peer = await asyncio.wrap_future(self._agent.meet(self.metadata))
 
-    def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+    def write(self, buffer: int, address: int, payload: Payload) -> asyncio.Future[None]:
         assert self._part is not None and buffer < BUFFERS
-        done = self._agent.write(self._peer, self._part * TRANSFER_BYTES + buffer * BUFFER_BYTES, address, payload)
+        offset = self._part * TRANSFER_BYTES + buffer * BUFFER_BYTES
+        done = self._agent.write(self._peer, offset, address, payload, self.there)
         self._writes = [write for write in self._writes if not write.done()] + [done]
         written = asyncio.wrap_future(done)
         written.add_done_callback(lambda over: over.cancelled() or over.exception())  # no caller may be left to ask

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvcache.transfer.lent_memory import NoBuffers, TransferUnavailable
+from kvcache.transfer.payload import Payload, Room
 from serving.errors import InvalidRequest
 from serving.messages import TransportOffer
 
@@ -23,10 +24,15 @@ class RemoteWriter(Protocol):
 
     kind: str
 
+    @property
+    def room(self) -> Room | None:
+        """Where on this process's device payloads may lie that are written from there, once it is connected."""
+        ...
+
     async def connect(self) -> None:
         """Make the other end's memory reachable. Raises TransferUnavailable."""
 
-    def write(self, buffer: int, address: int, payload: bytes | memoryview) -> Future[None]:
+    def write(self, buffer: int, address: int, payload: Payload) -> Future[None]:
         """Begin to copy the payload to the address; done when all of it is there. Fails with TransferUnavailable.
 
         At most one write to a `buffer` is in progress.
@@ -81,6 +87,11 @@ class BufferSender:
         """The writer's; empty if there is none."""
         return self._writer.kind if self._writer is not None else ""
 
+    @property
+    def room(self) -> Room | None:
+        """The writer's, as long as payloads are written into buffers."""
+        return self._writer.room if self._writer is not None and self._size else None
+
     async def connect(self) -> None:
         if self._writer is None:
             return
@@ -105,14 +116,14 @@ class BufferSender:
             raise InvalidRequest(f"buffer {buffer} was never lent", param="freed_buffer")
         self._free.put_nowait(buffer)
 
-    def takes(self, payload: bytes | memoryview) -> bool:
+    def takes(self, payload: Payload) -> bool:
         return self._writer is not None and 0 < len(payload) <= self._size
 
     def free(self) -> int | None:
         """A buffer that may be written to now."""
         return None if self._free.empty() else self._free.get_nowait()
 
-    async def buffer(self, payload: bytes | memoryview) -> int | None:
+    async def buffer(self, payload: Payload) -> int | None:
         """A buffer to write it to, as soon as there is one; None if it has to go over the stream."""
         while self.takes(payload):
             found = await self._free.get()
@@ -122,7 +133,7 @@ class BufferSender:
                 return found
         return None
 
-    def write(self, buffer: int, payload: bytes | memoryview) -> Future[None]:
+    def write(self, buffer: int, payload: Payload) -> Future[None]:
         """Begin to write to a free buffer; see RemoteWriter.write."""
         assert self._writer is not None, "only what is taken is written"
         return self._writer.write(buffer, self._addresses[buffer], payload)

@@ -11,6 +11,7 @@ import asyncio
 import numpy as np
 
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, Bytes, MemoryLender, TransferUnavailable
+from kvcache.transfer.payload import Payload
 from serving import shared_memory
 from serving.messages import TransportOffer
 from serving.shared_memory import DETAILS, FIRST_BYTE, Segment, SegmentUnavailable, available
@@ -74,6 +75,7 @@ class SharedMemoryWriter:
     """One transfer's writes (remote_write.RemoteWriter): plain copies, each over before `write` returns."""
 
     kind = KIND
+    room = None
 
     def __init__(self, memory: Bytes):
         self._memory: Bytes | None = memory
@@ -81,7 +83,8 @@ class SharedMemoryWriter:
     async def connect(self) -> None:
         """The memory is mapped already."""
 
-    def write(self, buffer: int, address: int, payload: bytes | memoryview) -> asyncio.Future[None]:
+    def write(self, buffer: int, address: int, payload: Payload) -> asyncio.Future[None]:
+        assert isinstance(payload, bytes | memoryview), "it has no room on a device"
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         memory, end = self._memory, address + len(payload)
         if memory is None or not FIRST_BYTE <= address <= end <= len(memory):

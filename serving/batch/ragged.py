@@ -8,10 +8,10 @@ Shapes: T new tokens in the step, B sequences, M blocks of the longest block tab
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class RaggedBatch:
     long_rope: Tensor | None = None  # [T] bool, LongRoPE's choice for each token's sequence; None: short everywhere
     offloaded: OffloadedKV | None = None  # of the only sequence: its row of block_tables begins after these tokens
     barrier: LayerBarrier | None = None  # of the only sequence: opens as KV of the tokens before these is written
+    arrays: Mapping[str, NDArray[Any]] | None = None  # all tensors as they were built, where those are on a device
 
     @staticmethod
     def build(
@@ -103,6 +104,7 @@ class RaggedBatch:
             arrays["long_rope"] = np.repeat(np.array(long_rope, dtype=np.bool_), lens)
         return RaggedBatch(
             **dict(zip(arrays, all_on_device(list(arrays.values()), device), strict=True)),
+            arrays=None if torch.device(device).type == "cpu" else arrays,
             block_size=block_size,
             query_lens=tuple(lens),
             context_lens_list=context,

@@ -28,6 +28,7 @@ from serving.engine.pooling import pool, pooled_rows
 from serving.engine.run import LayerDone, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
 from serving.errors import InternalError
+from serving.expert_parallel.exchange import RankLost
 from serving.forward.forward import Forward
 from serving.grammar.grammars import Allowed, GrammarError, GrammarState
 from serving.kvspec import AUTO
@@ -95,12 +96,17 @@ class ModelRunner(OverlapRunner):
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
+        lost = False
         try:
             return self._run(work, layer_done)
+        except RankLost:  # what waits for that rank on the device may have no end, and nobody counts this step
+            lost = True
+            raise
         finally:
             # What has been launched is over: its KV is counted next, or its blocks are given to others. That tokens
             # are here does not say so: a chunk that is not a prompt's last draws none.
-            recorded(streams_of(self.device)).synchronize()
+            if not lost:
+                recorded(streams_of(self.device)).synchronize()
 
     def _run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
         together, alone = batches(work)
@@ -132,7 +138,7 @@ class ModelRunner(OverlapRunner):
             device=self.device,
         )
         if after is not None and any(row is not None for row in rows):
-            batch = replace(batch, tokens=after.followed(batch.tokens, rows))
+            batch = replace(batch, tokens=after.followed(batch.tokens, rows), arrays=None)
         built = time.perf_counter()
         if all(map(_greedy, work)):
             tokens = self.forward.greedy(batch, None)

@@ -74,6 +74,10 @@ class BoundedWaits:
         """Wait until the operation is done. Raises RankLost."""
         self.until(partial(ended, work))
 
+    def passed(self) -> tuple[()]:
+        """What is finished is done: no device is to pass it."""
+        return ()
+
     def until(self, reached: Callable[[], bool]) -> None:
         """Wait until this, which takes a moment to answer, is so; it raises RuntimeError where a connection has broken.
 

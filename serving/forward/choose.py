@@ -26,6 +26,8 @@ from serving.sampling.torch_sampling import TorchSampling
 
 log = logging.getLogger(__name__)
 
+AS_ASKED = "as asked for"
+
 
 def make_forward(
     model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int, *, releases: bool = False
@@ -34,12 +36,13 @@ def make_forward(
 
     Raises ValueError when compiled kernels, or an attention backend, are demanded and cannot be had.
     """
-    make = partial(_on_cpu, releases=releases) if planes[0][0].device.type == "cpu" else _on_cuda
-    made = "as asked for" if config.kernels == "torch" else make(model, planes, config, max_position)
+    on_cpu = planes[0][0].device.type == "cpu"
+    make = partial(_on_cpu, releases=releases) if on_cpu else _on_cuda
+    made = AS_ASKED if config.kernels == "torch" else make(model, planes, config, max_position)
     if not isinstance(made, str):
         return made
-    if config.attention_backend == "flashinfer":
-        raise ValueError(f"--attention-backend flashinfer: {made}; choose --attention-backend auto")
+    if config.attention_backend != "auto":
+        raise ValueError(_unattended(config, "it computes on CUDA alone" if on_cpu else made))
     if config.deterministic:
         raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {made}")
     if config.kernels == "compiled":
@@ -47,6 +50,14 @@ def make_forward(
     if config.kernels == "auto":
         log.info("computing with torch: %s", made)
     return EagerForward(model.model, planes)
+
+
+def _unattended(config: EngineConfig, why: str) -> str:
+    """What is said where nothing computes with what was demanded to attend prompts; `why`, as kernels tell."""
+    demanded = f"--attention-backend {config.attention_backend}"
+    if why == AS_ASKED:
+        return f"{demanded}: --kernels torch attends by torch; choose --kernels auto, or --attention-backend auto"
+    return f"{demanded}: {why}; choose --attention-backend auto"
 
 
 def make_sampler(forward: Forward) -> Sampler:
@@ -70,8 +81,8 @@ def _on_cpu(
     model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int, *, releases: bool
 ) -> Forward | str:
     """The compiled kernels, or why they cannot be had."""
-    if config.attention_backend == "flashinfer":
-        return "it computes on CUDA alone"
+    if config.attention_backend != "auto":
+        return "no attention backend is chosen on a CPU"
     reason = supports(model.model, model.dtype)
     if reason is not None:
         return reason

@@ -26,7 +26,8 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
-from serving.kernels.gpu.prompt_choice import FLASHINFER, PromptWork, choose_prompts
+from serving.kernels.gpu.prompt_choice import FLASHINFER, choose_prompts
+from serving.kernels.gpu.prompt_trial import PromptWork
 from serving.kernels.gpu.prompts import PromptShape
 from serving.kernels.layer_weights import LinearWeights
 from serving.model.decoder import Decoder, Planes
@@ -172,6 +173,8 @@ class TritonForward:
         """Logits [R, V] and the best token of each row, until the next step; None where no graph computes this one."""
         if self.graphs is None:
             return None
+        if self.kernels.ranks is not None:
+            self.kernels.ranks.check()  # a graph's exchanges ask nobody
         replayed = self.graphs(batch)
         return self.mixed(batch) if replayed is None and self.mixed is not None else replayed
 

@@ -11,10 +11,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
-from serving.cache_folder import cache_folder
+from serving.cache_folder import cache_folder, one_at_a_time, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -59,22 +58,19 @@ class TunedTiles:
         return restored
 
     def keep(self) -> None:
-        """Write what is chosen: all of it or nothing; where that fails a line in the log says so."""
-        choices = {
-            name: [[key, str(config)] for key, config in tuner.cache.items()] for name, tuner in self.tuners.items()
-        }
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=self.path.parent, suffix=".part", delete=False) as part:
-                try:
-                    json.dump({"kind": self.kind, "choices": choices}, part)
-                    part.close()
-                    Path(part.name).replace(self.path)
-                except BaseException:
-                    Path(part.name).unlink(missing_ok=True)
-                    raise
-        except (OSError, TypeError) as error:  # TypeError: a key that JSON has no word for
-            log.warning("the tiles of kernels are not kept in %s: %s", self.path, error)
+        """Write what is chosen, beside what other processes have kept meanwhile; where that fails the log says so.
+
+        All of it is written or nothing.
+        """
+        with one_at_a_time(self.path):
+            self.restore()  # for the same key our own choice stays
+            choices = {
+                name: [[key, str(config)] for key, config in tuner.cache.items()] for name, tuner in self.tuners.items()
+            }
+            try:
+                written_whole(self.path, json.dumps({"kind": self.kind, "choices": choices}))
+            except (OSError, TypeError) as error:  # TypeError: a key that JSON has no word for
+                log.warning("the tiles of kernels are not kept in %s: %s", self.path, error)
 
 
 def _choices(content: Any, kind: Mapping[str, str], name: str) -> Sequence[tuple[tuple[Any, ...], str]]:

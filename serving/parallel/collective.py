@@ -8,7 +8,7 @@ Shapes: n ranks of the group, T rows, W a width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from serving.expert_parallel.all_to_all import AllToAllGroup, let_go
+from serving.streams import Event
 
 GATHERED = 1 << 16  # elements up to which a sum of more than two ranks takes one exchange, not two of fewer bytes
 
@@ -32,6 +33,10 @@ class Waits(Protocol):
 
     def finish(self, work: Work) -> None:
         """What follows finds it done."""
+
+    def passed(self) -> Iterable[Event]:
+        """What the device is still to pass of what was finished; each is told once."""
+        ...
 
 
 class Collective:
@@ -125,6 +130,14 @@ class Collective:
         own = to[self.rank] if to else given.numel() // self.size
         self.bytes_sent += (given.numel() - own) * given.element_size()
         return self._waits.begin(lambda: group.alltoall_base(out, given, came, to))
+
+    def check(self) -> None:
+        """Raises the RankLost that there was, where what follows would not ask: a graph that is replayed does not."""
+        self._waits.check()
+
+    def passed(self) -> Iterable[Event]:
+        """As the waits tell."""
+        return self._waits.passed()
 
     def abort(self) -> None:
         """Let nothing wait any more for a rank that is lost. The group is of no use after that."""

@@ -7,7 +7,8 @@ It knows no layouts and no models.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, cast
@@ -20,6 +21,7 @@ from serving.expert_parallel.all_to_all import AllToAllGroup
 from serving.expert_parallel.bounded import BoundedStore
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.waits import BoundedWaits
+from serving.streams import Event, Streams, recorded
 
 # A lost rank is ours to tell: torch's own watch over NCCL would end the process, and its monitor as well.
 OWN_WATCH = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
@@ -42,8 +44,9 @@ class StreamWaits:
     The host learns of a lost rank at the end of a step (joining.ParallelRank.finish), and here from then on.
     """
 
-    def __init__(self, bounded: BoundedWaits) -> None:
-        self._bounded = bounded
+    def __init__(self, bounded: BoundedWaits, streams: Streams) -> None:
+        self._bounded, self._streams = bounded, streams
+        self._passing: deque[Event] = deque()  # behind each operation that was launched, in the stream's order
 
     def check(self) -> None:
         self._bounded.check()
@@ -53,6 +56,16 @@ class StreamWaits:
 
     def finish(self, work: Work) -> None:
         self._bounded.begin(partial(_awaited, work))
+        if self._streams.capturing():
+            return  # a replay is one thing to wait for, however many operations are in it
+        while self._passing and self._passing[0].query():
+            self._passing.popleft()
+        self._passing.append(recorded(self._streams))
+
+    def passed(self) -> Iterator[Event]:
+        """Places of the stream that are to be passed before its end, first to last; asked for one by one."""
+        while self._passing:
+            yield self._passing.popleft()
 
 
 def _awaited(work: Work) -> Work:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import Thread
 from typing import Protocol, Self
 
@@ -137,10 +138,13 @@ class ParallelRank:
     def finish(self, step: Event) -> None:
         """Wait until the device has passed this end of a step, as every rank does after each step.
 
-        Raises RankLost where it does not within the deadline, or a rank has ended; then whatever the device does with
-        others ends, and the groups are of no use any more.
+        The deadline is that of each exchange of a step that was launched, and of a replay as a whole. Raises RankLost
+        where the device does not pass one within it, or a rank has ended; then whatever the device does with others
+        ends, and the groups are of no use any more.
         """
         try:
+            for place in chain.from_iterable(group.passed() for group in self.groups):
+                self.waits.until(partial(_passed, place))
             self.waits.until(partial(_passed, step))
         except RankLost:
             self.abort()
@@ -179,7 +183,8 @@ def by_gloo(store: Store, rank: int, ranks: int, waits: BoundedWaits, *, on_one_
 
 def by_nccl(store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective:
     group = connected_by_nccl(store, rank, ranks, waits.deadline)
-    return Collective(group, ranks, StreamWaits(waits), abort=group.abort)
+    streams = streams_of(torch.device("cuda", torch.cuda.current_device()))
+    return Collective(group, ranks, StreamWaits(waits, streams), abort=group.abort)
 
 
 def _passed(step: Event) -> bool:

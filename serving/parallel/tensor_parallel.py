@@ -129,6 +129,7 @@ class TensorShare:
     def __init__(self, embed: VocabularyEmbedding, head: VocabularyHead) -> None:
         self.embed, self.head = embed, head
         self.embedded, self.summed, self.gathered = embed.forward, embed.group.sum, head.gathered
+        self.check = embed.group.check
 
     @staticmethod
     def of(model: Decoder) -> TensorShare | None:

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
@@ -33,8 +33,10 @@ class RankProcess:
     `rank` is its number for the group's life, which another process has after this one.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, environ: Mapping[str, str] | None = None) -> None:
+        """`environ` is told beside what every helper needs."""
         self.rank = rank
+        self._environ = dict(environ or {})
         self.owed = 0  # answers that are still to come
         self.channel, theirs = Channel.pair()
         with theirs, ExitStack() as undone:
@@ -47,7 +49,7 @@ class RankProcess:
         return subprocess.Popen(  # noqa: S603 - our own module
             [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
             pass_fds=(theirs.fileno(),),
-            env=helper_environ(os.environ) | known | handed_down(f"rank-{self.rank}"),
+            env=helper_environ(os.environ) | known | self._environ | handed_down(f"rank-{self.rank}"),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
         )

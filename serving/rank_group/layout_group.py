@@ -52,11 +52,14 @@ class LayoutGroup:
         self.others: list[RankProcess] = []
         started = False
         try:
-            self.others += (RankProcess(rank) for rank in range(1, self.size))
+            self.others += (self._started(rank) for rank in range(1, self.size))
             started = True
         finally:
             if not started:
                 self.close()
+
+    def _started(self, rank: int) -> RankProcess:
+        return RankProcess(rank)
 
     # ---- until the first step ----------------------------------------------------------------------------------
 
@@ -111,7 +114,13 @@ class LayoutGroup:
 
     @contextmanager
     def step(self, planes: int, batch: PackedBatch, *, head: bool) -> Iterator[list[LayoutDone]]:
-        """Have the other ranks compute `batch`, while the leader computes its own share of it inside.
+        """Have the other ranks compute `batch`, while the leader computes its share of it inside; see `computing`."""
+        with self.computing(lambda number: RunLayout(number, planes, batch, head)) as done:
+            yield done
+
+    @contextmanager
+    def computing(self, order: Callable[[int], object]) -> Iterator[list[LayoutDone]]:
+        """Have the other ranks do what `order` says of a step's number, while the leader does its own part inside.
 
         What they have done is in the list when it is left. Raises RankLost; also inside, where the exchange finds out.
         A step that the leader does not finish leaves the others at a place of their own: then the group is lost.
@@ -123,7 +132,7 @@ class LayoutGroup:
         try:
             self._steps += 1
             for other in self.others:
-                other.ask(RunLayout(self._steps, planes, batch, head), self.deadline)
+                other.ask(order(self._steps), self.deadline)
             yield done
             done += (other.answer(LayoutDone, self.deadline) for other in self.others)
             assert all(one.number == self._steps for one in done), "a rank answers to another step"

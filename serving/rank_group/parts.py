@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serving import kernels
+from serving.batch.device_copy import all_on_device
 from serving.batch.ragged import RaggedBatch
 from serving.rank_group.messages import PackedBatch
 
@@ -44,15 +46,19 @@ def part_of_batch(batch: RaggedBatch, chosen: Sequence[int]) -> BatchPart:
 
 
 def pack(batch: RaggedBatch) -> PackedBatch:
-    """Of a batch that neither waits at a barrier nor has KV in host memory."""
+    """Of a batch that neither waits at a barrier nor has KV in host memory; one on a device has its `arrays`."""
     assert batch.barrier is None and batch.offloaded is None
-    tensors = {name: getattr(batch, name) for name in TENSORS}
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
+    arrays = batch.arrays
+    if arrays is None:
+        tensors = {name: getattr(batch, name) for name in TENSORS}
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
     return PackedBatch(arrays, batch.block_size, batch.query_lens, batch.context_lens_list)
 
 
-def unpack(packed: PackedBatch) -> RaggedBatch:
-    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in packed.arrays.items()}
+def unpack(packed: PackedBatch, device: torch.device | str = "cpu") -> RaggedBatch:
+    """The batch on this device."""
+    arrays = [np.ascontiguousarray(array) for array in packed.arrays.values()]
+    tensors: dict[str, Any] = dict(zip(packed.arrays, all_on_device(arrays, device), strict=True))
     return RaggedBatch(
         **tensors,
         block_size=packed.block_size,

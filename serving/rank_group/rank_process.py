@@ -27,6 +27,8 @@ from serving.loader.loading import LoadedModel
 from serving.logs import setup_helper
 from serving.malloc import keep_freed_memory
 from serving.model.decoder import Planes
+from serving.rank_group.device_messages import LoadOnDevice
+from serving.rank_group.device_rank import serve_on_device
 from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.layout_rank import serve_layout
 from serving.rank_group.member import EpochMember, loader_of
@@ -125,9 +127,12 @@ class FollowingRank:
 
 def serve(channel: Channel) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed; RankLost of a group with a layout."""
-    order: LoadShare | LoadLayout = channel.receive(None)
+    order: LoadShare | LoadLayout | LoadOnDevice = channel.receive(None)
     if isinstance(order, LoadLayout):
         serve_layout(channel, order)
+        return
+    if isinstance(order, LoadOnDevice):
+        serve_on_device(channel, order)
         return
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)

@@ -150,6 +150,9 @@ class FakeCuda(Streams):
         self.queue(self.current(), lambda: kernel(*given))
         self.count("launch", self.current())
 
+    def capturing(self) -> bool:
+        return False
+
     # ---- the device ----------------------------------------------------------------------------------------------
 
     def tensor(self, host: Tensor) -> Tensor:

@@ -24,15 +24,18 @@ class GraphingCuda(FakeCuda):
 
     def __init__(self, seed: int = 0, eager: float = 0.0) -> None:
         super().__init__(seed, eager)
-        self.capturing = threading.local()
+        self._capturing = threading.local()
 
     @property
     def recorded(self) -> list[Callable[[], object]] | None:
         """What the thread has launched since it began to capture."""
-        return getattr(self.capturing, "recorded", None)
+        return getattr(self._capturing, "recorded", None)
 
     def captures(self) -> FakeCaptures:
         return FakeCaptures(self)
+
+    def capturing(self) -> bool:
+        return self.recorded is not None
 
     def queue(self, stream: FakeStream, work: Callable[[], object], after: tuple[Task, ...] = ()) -> Task:
         if self.recorded is None:
@@ -66,11 +69,11 @@ class FakeCaptures(Captures):
         current.wait_stream(self.side)
 
     def capture(self, step: Callable[[], Outputs]) -> tuple[Graph, Outputs]:
-        recorded = self.cuda.capturing.recorded = []
+        recorded = self.cuda._capturing.recorded = []
         try:
             outputs = step()
         finally:
-            del self.cuda.capturing.recorded
+            del self.cuda._capturing.recorded
         self.outputs += [inner(one) for one in flat(outputs) if isinstance(one, Tensor)]
         return FakeGraph(self, recorded), outputs
 

@@ -27,6 +27,8 @@ def next_token(tokens: Sequence[int]) -> int:
 class PagedKernels:
     """As much of serving.kernels.gpu.decoder.TritonDecoder as a forward pass asks for."""
 
+    ranks = None  # there are no others
+
     def __init__(self, cuda: FakeCuda, device_kv: DeviceKV) -> None:
         self.cuda = cuda
         self.planes = device_kv.planes

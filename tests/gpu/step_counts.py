@@ -45,6 +45,8 @@ class CountingCuda(FakeCuda):
 class Taking(HandoffLink):
     """The other end of a handoff, which takes all."""
 
+    room = None
+
     def __init__(self) -> None:
         self.bytes = 0
         self.chunks = 0

@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import cast
 
 import pytest
@@ -21,25 +21,19 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 from torch.distributed import HashStore
 
-from serving.batch.ragged import RaggedBatch
 from serving.expert_parallel.all_to_all import AllToAllGroup
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.waits import BoundedWaits
-from serving.forward.cuda_graphs import GraphSizes
-from serving.model.decoder import Decoder
 from serving.parallel import collective, joining
-from serving.parallel.applying import apply_parallel
 from serving.parallel.collective import Collective
 from serving.parallel.device_groups import StreamWaits
-from serving.parallel.holding import hold_share
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
-from serving.streams import recorded
+from serving.streams import IMMEDIATE, Event, recorded
 from tests.gpu.fake_cuda import DEVICE, installed
-from tests.gpu.fake_graphs import FakeGraph, GraphingCuda, counting_triton
+from tests.gpu.fake_graphs import FakeGraph, GraphingCuda
 from tests.gpu.fake_nccl import FakeNccl, FakeNcclRank
-from tests.gpu.late_forward import device_pool
 
 WIDTH, INNER, LAYERS, ROWS = 8, 12, 3, 5
 ORDERS = st.builds(GraphingCuda, st.integers(0, 2**32), st.sampled_from([0.0, 0.3, 0.9]))
@@ -69,7 +63,7 @@ class FakeRank:
     def __init__(self, nccl: FakeNccl, rank: int, store: Store, deadline: float = 60.0) -> None:
         self.nccl, ranks = nccl.ranks[rank], len(nccl.ranks)
         waits = BoundedWaits(PrefixStore("waits", store), rank, ranks, ProcessWatch({}), deadline)
-        self.collective = Collective(self.nccl, ranks, StreamWaits(waits), abort=self.nccl.abort)
+        self.collective = Collective(self.nccl, ranks, StreamWaits(waits, nccl.cuda), abort=self.nccl.abort)
         self.joined = ParallelRank(
             layout=ParallelLayout(tensor=ranks),
             rank=rank,
@@ -179,6 +173,59 @@ def test_a_rank_that_launches_nothing_is_named_at_the_end_of_the_step(graph: boo
         assert again.value.rank == 1
 
 
+class Place:
+    """An event that the device passes so many seconds from when the first of them is looked at; None: never."""
+
+    began: float | None = None
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def query(self) -> bool:
+        Place.began = Place.began or time.monotonic()
+        return self.seconds is not None and time.monotonic() - Place.began >= self.seconds
+
+
+@pytest.mark.parametrize("stops", [None, 2])
+def test_each_exchange_of_a_launched_step_has_the_deadline_for_itself(
+    stops: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a step of many exchanges was given up where it took longer as a whole."""
+    monkeypatch.setattr(Place, "began", None)
+    rank = FakeRank(FakeNccl(GraphingCuda(), 2), 0, HashStore(), deadline=0.5)
+    places = [Place(None if number == stops else 0.3 * number) for number in range(1, 6)]
+    monkeypatch.setattr(StreamWaits, "passed", lambda _: iter(places[:-1]))
+    if stops is None:
+        rank.joined.finish(cast(Event, places[-1]))
+        assert time.monotonic() - cast(float, Place.began) >= 1.5
+    else:
+        with pytest.raises(RankLost, match="deadline"):
+            rank.joined.finish(cast(Event, places[-1]))
+        assert time.monotonic() - cast(float, Place.began) < 1.5
+
+
+def test_what_was_launched_is_passed_place_by_place_and_a_replay_as_one() -> None:
+    cuda = GraphingCuda()
+    with installed(cuda), torch.inference_mode():
+        world = World(cuda, 2)
+        groups = [rank.group.collective for rank in world.each]
+        world.launch(lambda rank: rank.step()[0], world.rows[0])
+        places = [list(group.passed()) for group in groups]
+        assert [len(each) for each in places] == [LAYERS] * 2
+        assert not any(place.query() for each in places for place in each)
+        cuda.finish()
+        assert all(place.query() for each in places for place in each)
+        assert [list(group.passed()) for group in groups] == [[], []], "each is told once"
+        for _ in range(50):
+            world.launch(lambda rank: rank.step()[0], world.rows[0])
+            cuda.finish()
+        assert [len(list(group.passed())) for group in groups] == [LAYERS] * 2, "what is passed is not kept"
+        first = world.each[0]
+        with cuda.on(first.group.nccl.computing):
+            cuda.captures().capture(first.step)[0].replay()
+        assert not list(groups[0].passed())
+
+
 def test_an_operation_of_an_aborted_group_tells_of_a_lost_rank() -> None:
     """What NCCL says of it is a RuntimeError, as what gloo says of a connection that broke."""
 
@@ -186,7 +233,7 @@ def test_an_operation_of_an_aborted_group_tells_of_a_lost_rank() -> None:
         def wait(self) -> bool:
             raise RuntimeError("NCCL communicator was aborted on rank 0. And advice")
 
-    waits = StreamWaits(BoundedWaits(HashStore(), 0, 2, ProcessWatch({}), 60.0))
+    waits = StreamWaits(BoundedWaits(HashStore(), 0, 2, ProcessWatch({}), 60.0), IMMEDIATE)
     with pytest.raises(RankLost, match="NCCL communicator was aborted on rank 0"):
         waits.finish(cast(Work, Aborted()))
 
@@ -216,7 +263,7 @@ class Fakes:
 
     def __call__(self, store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collective:
         group = self.nccl.ranks[rank]
-        return Collective(group, ranks, StreamWaits(waits), abort=group.abort)
+        return Collective(group, ranks, StreamWaits(waits, self.nccl.cuda), abort=group.abort)
 
 
 @pytest.mark.parametrize("first", ["hangs", "fails"])
@@ -236,7 +283,7 @@ def test_no_group_that_is_not_aborted_hides_a_lost_rank_or_keeps_the_others(
     with installed(cuda):
         nccl = FakeNccl(cuda, 2)
         rank = FakeRank(nccl, 0, HashStore(), deadline=0.1)
-        waits, group = StreamWaits(rank.joined.waits), nccl.ranks[0]
+        waits, group = StreamWaits(rank.joined.waits, cuda), nccl.ranks[0]
         tensor = Collective(group, 2, waits, abort=stuck)
         pipeline = Collective(group, 2, waits, abort=lambda: aborted.append("pipeline"))
         never = recorded(cuda)
@@ -305,37 +352,3 @@ def test_a_rank_that_does_not_connect_is_not_waited_for_without_end(monkeypatch:
         with pytest.raises(RankLost, match="of NCCL"):
             rank.waits.check()
     over.set()
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
-def test_a_decode_step_of_two_ranks_is_one_replay_with_its_sums_inside() -> None:
-    """Of an 8B's 32 layers through the Triton path: two sums a layer, the embedding's, and the logits, no wait."""
-    from serving.forward.triton_forward import TritonForward, supports
-    from tests.gpu.triton_counts import SHAPE, SIZE, on_device
-
-    cuda, store, layout = GraphingCuda(), HashStore(), ParallelLayout(tensor=2)
-    nccl = FakeNccl(cuda, 2)
-    with counting_triton(cuda), torch.inference_mode():
-        forwards = []
-        for rank in range(2):
-            model = Decoder(SHAPE)
-            hold_share(model, layout, rank)
-            apply_parallel(on_device(model, cuda), FakeRank(nccl, rank, store).joined)
-            planes = device_pool(cuda, model.spec.kv_layers("float32"), 8, SIZE).planes
-            assert supports(model, "float32", planes[0]) is None
-            with cuda.on(nccl.ranks[rank].computing):
-                forwards.append(TritonForward(model, planes, 64))
-                forwards[-1].warm_up(8, GraphSizes(sequences=(2,), contexts=(64,)))
-        cuda.finish()
-        before, launched = cuda.counts.copy(), [rank.launched for rank in nccl.ranks]
-        for rank, forward in enumerate(forwards):
-            with cuda.on(nccl.ranks[rank].computing):
-                batch = RaggedBatch.build(
-                    tokens=[[1], [2]], starts=[3, 17], block_tables=[[0], [1, 2]], block_size=SIZE, device=DEVICE
-                )
-                forward.greedy(batch, None)
-        cuda.finish()
-        counts = cuda.counts - before
-    assert [rank.launched - first for rank, first in zip(nccl.ranks, launched, strict=True)] == [2 * 32 + 2] * 2
-    assert sum(count for counted, count in counts.items() if counted.what == "replay") == 2
-    assert not any(counted.what.startswith("wait") for counted in counts)

@@ -35,6 +35,8 @@ PROMPT = list(range(10))
 class Link:
     """The way to a decode worker; `before_push` may wait or raise, as the worker at its end would."""
 
+    room = None
+
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
         self.committed: list[tuple[LeaseId, int]] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import math
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 import orjson
 import torch
 
-from serving.cache_folder import cache_folder
+from serving.cache_folder import cache_folder, one_at_a_time
 from serving.kernels.cpu.build import cpu_name
 from serving.kernels.cpu.extension import Kernels, forms
 
@@ -86,13 +85,8 @@ def _kept(library: Path) -> Iterator[dict[str, dict[str, float]]]:
 
     One process measures while others wait for it. Where nothing can be kept, everybody measures.
     """
-    folder = cache_folder()
-    file = folder / f"{library.stem}-forms.json"
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(file.with_suffix(".lock").open("w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    file = cache_folder() / f"{library.stem}-forms.json"
+    with one_at_a_time(file):
         before = _read(file)
         kept = dict(before)
         yield kept

@@ -51,6 +51,9 @@ class TensorRanks(Protocol):
         """Of this rank's logits, all tokens' [R, V]."""
         ...
 
+    def check(self) -> None:
+        """Raises what all of these do once a rank is lost."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TritonDecoder:

@@ -51,6 +51,17 @@ class TritonPrompts:
 
 
 @dataclass(frozen=True, slots=True)
+class LargeSteps:
+    """`large` for steps of `least` new tokens and more, Triton's kernel for smaller ones."""
+
+    large: PromptAttention
+    least: int
+
+    def step(self, batch: RaggedBatch) -> PromptStep:
+        return self.large.step(batch) if len(batch.tokens) >= self.least else TritonStep(batch)
+
+
+@dataclass(frozen=True, slots=True)
 class TritonStep:
     batch: RaggedBatch
 

@@ -37,6 +37,13 @@ def test_the_values_kept_here_are_what_the_placement_renders_to(capsys: pytest.C
     assert capsys.readouterr().out == (HERE / "values/placement.yaml").read_text(), told
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_each_rank_of_a_worker_has_a_gpu(ranks: int) -> None:
+    group = f"role = 'mixed'\ndevice = 'cuda'\ntensor_parallel_size = {ranks}\n"
+    [worker] = rendered(f"model = 'meta/llama'\n[[workers]]\n{group}")["workers"]
+    assert worker["resources"] == {"limits": {"nvidia.com/gpu": ranks}}
+
+
 @settings(max_examples=10, deadline=None)
 @given(placements())
 def test_the_chart_takes_the_values_of_every_placement(placed: tuple[dict[str, Any], str]) -> None:

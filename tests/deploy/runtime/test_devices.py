@@ -66,11 +66,27 @@ def test_workers_that_share_a_gpu_have_kv_of_a_size(monkeypatch: pytest.MonkeyPa
     assert not any("--kv-cache-memory" in spec.arguments for spec in on_cpus)
 
 
+def test_a_worker_of_several_ranks_has_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VISIBLE, "4,5,6,7,8")
+    [group] = groups((Role.MIXED, 2, "cuda"))
+    wide = replace(group.settings, model_config=ModelConfig(device="cuda", tensor_parallel_size=2))
+    made = [replace(group, settings=wide), *groups((Role.MIXED, 1, "cuda:0"))]
+    specs = child_specs(Path("m"), made, "r:1")
+    assert [spec.environ[VISIBLE] for spec in specs] == ["5,6", "7,8", "4"]
+    assert not any("--kv-cache-memory" in spec.arguments for spec in specs)
+    monkeypatch.setenv(VISIBLE, "4,5,6")
+    specs = child_specs(Path("m"), made, "r:1")
+    assert [spec.environ[VISIBLE] for spec in specs] == ["5,6", "4,5", "4"]
+    assert all("--kv-cache-memory" in spec.arguments for spec in specs), "each shares one of its GPUs"
+
+
 def test_without_gpus_children_say_themselves_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "")
     specs = child_specs(Path("m"), groups((Role.MIXED, 1, "cuda"), (Role.MIXED, 1, "cuda:1")), "r:1")
     assert told(specs) == [("cuda", None), ("cuda:1", None)]
-    assert device_of("cuda:3", 0, ["0", "1"]) == ("cuda:3", {})
+    assert device_of("cuda:3", [0, 1], ["0", "1"]) == ("cuda:3", {})
+    assert device_of("cuda", [0, 1], ["0", "1"], 3) == ("cuda", {}), "not some of those that its ranks need"
+    assert device_of("cuda:1", [0, 1], ["0", "1"], 2) == ("cuda:1", {})
 
 
 def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:

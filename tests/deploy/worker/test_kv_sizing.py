@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deploy.worker.kv_sizing import (
-    MemoryReading,
     kv_cache_bytes,
     left_for_kv,
     measured_kv,
@@ -19,6 +18,7 @@ from deploy.worker.kv_sizing import (
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
+from serving.device_memory import DeviceMemory, MemoryReading
 from serving.forward.forward import EagerForward
 from serving.forward.layer_events import LayerDone
 from serving.model.decoder import Decoder
@@ -48,14 +48,29 @@ class PlayedMemory:
 
 def test_what_is_left_beside_the_model_and_its_steps() -> None:
     memory = PlayedMemory()
-    assert measured_kv(memory, memory.rehearse, 0.9) == 72 * GIB - 18 * GIB - 5 * GIB - GIB // 2
+    assert measured_kv([memory], memory.rehearse, 0.9) == 72 * GIB - 18 * GIB - 5 * GIB - GIB // 2
     assert memory.readings == 3, "the rehearsal's memory is given back before KV is taken"
 
 
 def test_too_little_is_refused_with_what_helps() -> None:
     memory = PlayedMemory()
     with pytest.raises(ValueError, match=r"0.25 of 80.0 GiB leaves no KV: .* 3.5 GiB more; raise it"):
-        measured_kv(memory, memory.rehearse, 0.25)
+        measured_kv([memory], memory.rehearse, 0.25)
+
+
+def test_of_several_devices_the_one_with_the_least_left_says_how_much() -> None:
+    """Blocks have one number on all of them."""
+    fuller = MemoryReading(total=80 * GIB, free=30 * GIB, held=16 * GIB, peak=16 * GIB)
+
+    class Fuller:
+        def reading(self) -> MemoryReading:
+            return fuller
+
+    for place in range(2):
+        played = PlayedMemory()
+        memories: list[DeviceMemory] = [Fuller()]
+        memories.insert(place, played)
+        assert measured_kv(memories, played.rehearse, 0.9) == 72 * GIB - 50 * GIB
 
 
 @given(

@@ -82,6 +82,8 @@ def test_what_a_step_leaves_over_does_not_wait_for_the_next_one() -> None:
 class RecordingLink:
     """A HandoffLink that keeps what it is given, or refuses from some chunk on."""
 
+    room = None
+
     def __init__(self, refuse_at: int | None = None):
         self.chunks: list[Chunk] = []
         self.refuse_at = refuse_at

@@ -198,6 +198,8 @@ def attended(engine: Engine) -> Iterator[list[bytes]]:
 class SlowLink:
     """A HandoffLink that holds the first chunk back until it is told to go on."""
 
+    room = None
+
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
         self.gate = asyncio.Event()

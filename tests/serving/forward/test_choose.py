@@ -138,11 +138,27 @@ def test_a_demanded_attention_backend_is_had_or_told_of(
     scripted.reason = "it is too wide"
     with pytest.raises(ValueError, match="--attention-backend flashinfer: it is too wide; choose --attention-backend"):
         make_forward(model, OnCuda().planes, demanded, 600)
-    with pytest.raises(ValueError, match="--attention-backend flashinfer: as asked for"):
-        make_forward(model, OnCuda().planes, replace(demanded, kernels="torch"), 600)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_an_attention_backend_that_nothing_computes_with_is_an_error(
+    model: LoadedModel, scripted: Scripted, backend: str
+) -> None:
+    """Before: triton was let pass on a CPU and by torch, and auto advised where --kernels torch stood in the way."""
+    demanded = EngineConfig(attention_backend=backend)
     on_cpu = DeviceKV(SPEC.kv_layers("float32"), 4, 16).planes
-    with pytest.raises(ValueError, match="--attention-backend flashinfer: it computes on CUDA alone"):
-        make_forward(model, on_cpu, demanded, 64)
+    for kernels in ("auto", "torch", "compiled"):
+        with pytest.raises(ValueError, match=f"--attention-backend {backend}: it computes on CUDA alone; choose --att"):
+            make_forward(model, on_cpu, replace(demanded, kernels=kernels), 64)
+    with pytest.raises(ValueError) as told:
+        make_forward(model, OnCuda().planes, replace(demanded, kernels="torch"), 600)
+    assert str(told.value) == (
+        f"--attention-backend {backend}: --kernels torch attends by torch; choose --kernels auto, or"
+        " --attention-backend auto"
+    )
+    scripted.reason = "it is too wide"
+    with pytest.raises(ValueError, match=f"--attention-backend {backend}: it is too wide; choose --attention-backend"):
+        make_forward(model, OnCuda().planes, demanded, 600)
 
 
 def test_other_devices_have_torch(model: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from serving.kernels.tuned_tiles import TunedTiles
 
 KIND = {"device": "NVIDIA H100", "capability": "9.0", "triton": "3.6.0", "source": "ab12"}
 KEY = (4096, 6144, 256, "torch.int8", "torch.bfloat16")
+OTHER = (4096, 6144, 16, "torch.int8", "torch.bfloat16")
 
 
 class PlayedTuner:
@@ -31,7 +32,22 @@ def test_the_next_process_chooses_the_same(tmp_path: Path) -> None:
     tuned(tmp_path / "cache", "large")[0].keep()
     tiles, tuner = tuned(tmp_path / "cache")
     assert tiles.restore() == 1 and tuner.cache == {KEY: "large"}
-    assert [file.name for file in (tmp_path / "cache").iterdir()] == [tiles.path.name], "nothing else is left there"
+    left = {file.name for file in (tmp_path / "cache").iterdir()}
+    assert left == {tiles.path.name, tiles.path.with_suffix(".lock").name}, "nothing else is left there"
+
+
+def test_processes_that_tune_at_once_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    """Before: the last one's choices alone were kept."""
+    first, _ = tuned(tmp_path, "large")
+    second, tuner = tuned(tmp_path)
+    tuner.cache[OTHER] = "small"
+    first.keep()
+    second.keep()
+    tiles, tuner = tuned(tmp_path)
+    assert tiles.restore() == 2 and tuner.cache == {KEY: "large", OTHER: "small"}
+    own, tuner = tuned(tmp_path, "small")
+    own.keep()
+    assert tuner.cache == {KEY: "small", OTHER: "small"}, "of two choices its own"
 
 
 @pytest.mark.parametrize("name", KIND)
@@ -72,8 +88,9 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, caplog: pytest.Lo
     tiles, tuner = tuned(tmp_path, "large")
     tuner.cache[(object(),)] = "small"
     tiles.keep()
-    assert "are not kept" in caplog.text and list(tmp_path.iterdir()) == []
+    lock = tiles.path.with_suffix(".lock")
+    assert "are not kept" in caplog.text and list(tmp_path.iterdir()) == [lock]
     del tuner.cache[next(key for key in tuner.cache if key != KEY)]
     tiles.path.mkdir()  # it cannot be replaced by a file
     tiles.keep()
-    assert list(tmp_path.iterdir()) == [tiles.path]
+    assert set(tmp_path.iterdir()) == {tiles.path, lock}

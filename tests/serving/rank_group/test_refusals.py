@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deploy.cli import main
 from deploy.worker.model_cache import check_model, load_from
 from serving.config import ModelConfig
-from serving.rank_group import layout_leader, leader
+from serving.rank_group import device_leader, layout_leader, leader
 from tests.serving.model.oracle import build, configs, save
 from tests.tiny import tiny_llama
 
@@ -58,7 +59,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"tensor_parallel_size": 3, "prefill_context_parallel_size": 3},
             "-context-parallel-size 3: .*; choose 2 or less",
         ),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "--device cpu alone"),
+        ({"tensor_parallel_size": 2, "device": "meta"}, "a CUDA device each, or share a CPU, and no meta"),
         ({"tensor_parallel_size": 2, "quantization": "int8"}, "millrace quantize"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "leave out one of the two"),
         ({"pipeline_parallel_size": 2, "enable_expert_parallel": True}, "leave out one of the two"),
@@ -71,6 +72,40 @@ def test_what_ranks_cannot_share_is_refused_before_one_is_started(
     for check in (check_model, load_from):
         with pytest.raises(ValueError, match=told):
             check(dense, ModelConfig(**settings))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "told"),
+    [
+        (1, {"tensor_parallel_size": 2}, "has a GPU of its own, and this worker sees 1; see CUDA_VISIBLE_DEVICES"),
+        (
+            4,
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            "choose --tensor-parallel-size 4, or --device cpu",
+        ),
+        (2, {"prefill_context_parallel_size": 2}, "choose --tensor-parallel-size 2"),
+        (8, {"tensor_parallel_size": 7}, "choose 6 or less"),
+        (2, {"tensor_parallel_size": 2, "quantization": "int8"}, "millrace quantize"),
+    ],
+)
+def test_what_ranks_on_gpus_cannot_share_is_refused_before_one_is_started(
+    gpus: int, settings: dict[str, Any], told: str, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_leader, "GroupOnDevices", _not_to_be_started)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for check in (check_model, load_from):
+        with pytest.raises(ValueError, match=told):
+            check(dense, ModelConfig(device="cuda", **settings))
+    check_model(dense, ModelConfig(device="cuda", tensor_parallel_size=min(gpus, 2)))
+
+
+@pytest.mark.parametrize("command", ["prefill", "decode"])
+def test_a_worker_that_hands_kv_over_has_one_gpu(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "no such model", "-tp", "2", "--device", "cuda"]) == 2
+    assert "each GPU keeps the KV of its heads" in capsys.readouterr().err
+    assert main(["mixed", "no such model", "-tp", "2", "--device", "cuda"]) != 0
+    assert "of its heads" not in capsys.readouterr().err
 
 
 def test_a_role_may_have_sizes_of_its_own() -> None:
@@ -123,6 +158,8 @@ def _not_to_be_started(*_: object, **__: object) -> None:
     [
         (["--kernels", "compiled"], "--kernels auto"),
         (["--deterministic"], "leave out one of the two"),
+        (["--attention-backend", "triton"], "choose --attention-backend auto"),
+        (["--attention-backend", "flashinfer"], "choose --attention-backend auto"),
         (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'], "choose draft_model or ngram"),
         (["--rank-timeout", "inf"], "to 3600"),
         (["--rank-timeout", "nan"], "to 3600"),

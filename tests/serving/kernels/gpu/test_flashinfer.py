@@ -1,16 +1,12 @@
-"""Prompts attended by a stand-in for FlashInfer, over our pages as they lie; and when it is chosen, tried and left."""
+"""Prompts attended by a stand-in for FlashInfer, over our pages as they lie."""
 
 from __future__ import annotations
 
 import ast
 import inspect
-import itertools
-import json
-import logging
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import TimeoutExpired
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +19,9 @@ from torch import Tensor
 from bench import kernels
 from bench.kernel_bench import TINY, Ceilings, KernelBench
 from serving.kernels import gpu
-from serving.kernels.gpu import prompt_choice
 from serving.kernels.gpu.planes import Paged
-from serving.kernels.gpu.prompt_choice import PromptWork, choose_prompts
-from serving.kernels.gpu.prompts import PromptShape, TritonPrompts, TritonStep
+from serving.kernels.gpu.prompt_trial import PromptSample
+from serving.kernels.gpu.prompts import PromptShape
 from tests.fakes.paged_prefill import VERSION, BatchPrefillWithPagedKVCacheWrapper, flashinfer_installed
 from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 from tests.serving.kernels.gpu.formulas import CLOSE, Pages, error
@@ -34,19 +29,12 @@ from tests.serving.kernels.gpu.formulas import CLOSE, Pages, error
 DEVICE = torch.device("cuda" if GPU and not INTERPRETED else "cpu")
 SCALE = 0.11
 SHAPE = PromptShape(heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.bfloat16)
-WORK = PromptWork(shape=SHAPE, windows=(None, 24), most_tokens=20, longest=50)
 
 
 @pytest.fixture
 def flashinfer() -> Iterator[ModuleType]:
     with flashinfer_installed() as library:
         yield library
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("serving.kernels.tuned_tiles.cache_folder", lambda: tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("window", [None, 1, 24])
@@ -83,7 +71,7 @@ def test_a_step_is_planned_once_for_each_window(flashinfer: ModuleType, monkeypa
 
     monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counting)
     prompts = FlashInferPrompts(SHAPE, DEVICE)
-    sample = prompt_choice.PromptSample.of(SHAPE, 5, 30, DEVICE)
+    sample = PromptSample.of(SHAPE, 5, 30, DEVICE)
     for _ in range(2):
         sample.attended(prompts, [None, 24, None, 24])
     assert planned == [-1, 23] * 2
@@ -103,168 +91,6 @@ def test_pages_are_not_copied(flashinfer: ModuleType, monkeypatch: pytest.Monkey
     FlashInferPrompts(SHAPE, DEVICE).step(batch).attend(q, paged, SCALE, None, torch.empty_like(q))
     assert [k.data_ptr() for k, _ in given_pages] == [pages.planes[0].data_ptr()]
     assert [v.data_ptr() for _, v in given_pages] == [pages.planes[1].data_ptr()]
-
-
-class Timed:
-    """A clock that a layer's attention moves: by so many seconds of Triton's kernel, and of FlashInfer."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, own: float, theirs: float) -> None:
-        self.now, self.read = 0.0, 0
-        for kind, method, seconds in (
-            (TritonStep, "attend", own),
-            (BatchPrefillWithPagedKVCacheWrapper, "run", theirs),
-        ):
-            patch.setattr(kind, method, self.taking(seconds, getattr(kind, method)))
-
-    def taking(self, seconds: float, call: Any) -> Any:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.now += seconds
-            return call(*args, **kwargs)
-
-        return timed
-
-    def __call__(self) -> float:
-        self.read += 1
-        return self.now
-
-
-@pytest.mark.parametrize(("theirs", "chosen"), [(0.5, "FlashInferPrompts"), (0.95, "TritonPrompts")])
-def test_the_quicker_one_is_chosen_and_kept(
-    theirs: float,
-    chosen: str,
-    flashinfer: ModuleType,
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock = Timed(monkeypatch, 1.0, theirs)
-    with caplog.at_level(logging.INFO):
-        assert type(choose_prompts("auto", WORK, DEVICE, clock)).__name__ == chosen
-    assert f"{1 / theirs:.2f} times as quick" in caplog.text and len(caplog.records) == 1
-    measured = clock.read
-    assert measured
-    assert type(choose_prompts("auto", WORK, DEVICE, clock)).__name__ == chosen
-    assert clock.read == measured, "what was measured is not measured again"
-    (kept,) = cache.iterdir()
-    kind = json.loads(kept.read_bytes())["kind"]
-    assert {"device", "triton", "flashinfer", "torch", "source"} <= kind.keys()
-
-
-def test_another_shape_is_measured_for_itself_and_both_are_kept(
-    flashinfer: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Timed(monkeypatch, 1.0, 0.5)
-    other = PromptWork(shape=SHAPE, windows=(None,), most_tokens=20, longest=50)
-    for work in (WORK, other):
-        choose_prompts("auto", work, DEVICE, clock)
-    measured = clock.read
-    for work in (WORK, other):
-        choose_prompts("auto", work, DEVICE, clock)
-    assert clock.read == measured
-    assert len(list(cache.iterdir())) == 1
-
-
-def test_it_can_be_forbidden_and_demanded(flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Timed(monkeypatch, 1.0, 2.0)
-    assert isinstance(choose_prompts("triton", WORK, DEVICE, clock), TritonPrompts)
-    assert type(choose_prompts("flashinfer", WORK, DEVICE, clock)).__name__ == "FlashInferPrompts"
-    assert not clock.read
-
-
-def refused(work: PromptWork, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """Triton's kernel is taken, with one line; who demands FlashInfer hears the same."""
-    with caplog.at_level(logging.INFO):
-        assert isinstance(choose_prompts("auto", work, DEVICE), TritonPrompts)
-    assert [why in record.getMessage() for record in caplog.records] == [True], caplog.text
-    with pytest.raises(ValueError, match="--attention-backend flashinfer: ") as told:
-        choose_prompts("flashinfer", work, DEVICE)
-    assert why in str(told.value)
-
-
-def test_what_cannot_be_built_is_left(
-    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def plan(self: Any, **_: Any) -> None:
-        raise RuntimeError("Could not find nvcc\nand much more")
-
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
-    refused(WORK, caplog, "does not run here: RuntimeError: Could not find nvcc")
-
-
-class OfAnotherVersion(Exception):
-    """A library's own kind of error."""
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [MemoryError("out of it"), SyntaxError("half a file"), OfAnotherVersion("sm_75"), TimeoutExpired("nvcc", 9)],
-    ids=lambda failure: type(failure).__name__,
-)
-def test_whatever_a_library_ends_with_it_is_left(
-    failure: Exception, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def plan(self: Any, **_: Any) -> None:
-        raise failure
-
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", plan)
-    refused(WORK, caplog, f"does not run here: {type(failure).__name__}")
-
-
-def test_a_library_that_fails_while_it_is_measured_is_left(
-    flashinfer: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before: a worker on a device with little memory did not start."""
-    run, calls = BatchPrefillWithPagedKVCacheWrapper.run, itertools.count()
-
-    def failing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(calls) > 5:
-            raise RuntimeError("CUDA out of memory")
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "run", failing)
-    assert isinstance(choose_prompts("auto", WORK, DEVICE), TritonPrompts)
-    assert next(calls) > 5 and not list(cache.glob("*"))
-
-
-def test_a_library_that_reads_pages_in_another_order_is_left(
-    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = BatchPrefillWithPagedKVCacheWrapper.plan
-
-    def in_order(self: Any, **arguments: Any) -> None:
-        pages = arguments["paged_kv_indices"]
-        plan(self, **{**arguments, "paged_kv_indices": torch.arange(len(pages), dtype=pages.dtype)})
-
-    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", in_order)
-    refused(WORK, caplog, "from those of Triton's kernel")
-
-
-def test_another_version_is_left(
-    flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delattr(flashinfer, "BatchPrefillWithPagedKVCacheWrapper")
-    refused(WORK, caplog, "does not run here: AttributeError")
-
-
-@pytest.mark.parametrize("wrong", [0.9, float("nan")])
-def test_what_gives_other_numbers_is_left(
-    wrong: float, flashinfer: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = BatchPrefillWithPagedKVCacheWrapper.run
-    monkeypatch.setattr(
-        BatchPrefillWithPagedKVCacheWrapper, "run", lambda self, q, kv, *, out: run(self, q, kv, out=out).mul_(wrong)
-    )
-    refused(WORK, caplog, "from those of Triton's kernel")
-
-
-def test_float32_and_a_missing_library_are_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wide = PromptShape(heads=4, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32)
-    refused(PromptWork(shape=wide, windows=(None,), most_tokens=20, longest=50), caplog, "not float32")
-    caplog.clear()
-    monkeypatch.setattr(prompt_choice, "find_spec", lambda _: None)
-    refused(WORK, caplog, "not installed (the extra `flashinfer`)")
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the stand-in reads lengths where a graph is captured")

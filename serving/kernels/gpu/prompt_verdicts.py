@@ -1,0 +1,84 @@
+"""Keeps what FlashInfer was found to be worth, and why it is not used, by device, versions, source and shape.
+
+One process tries and measures while others that start beside it wait, and all of them then hold to what it found. A
+file that cannot be read counts for nothing. It knows no kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.cache_folder import cache_folder, one_at_a_time, written_whole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryVerdict:
+    """FlashInfer attends steps of `least` new tokens and more; with None no step, for this reason."""
+
+    least: int | None
+    reason: str
+    failed: bool = False  # it did not run, or gave other numbers; it was not measured
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """Of one device, its versions and our source (`kind`), in one file that repeats them in clear."""
+
+    path: Path
+    kind: dict[str, str]
+
+    @staticmethod
+    def of(kind: Mapping[str, str], folder: Path | None = None) -> Verdicts:
+        digest = hashlib.sha256(json.dumps(sorted(kind.items())).encode()).hexdigest()[:16]
+        return Verdicts((folder or cache_folder()) / f"prompts-{digest}.json", dict(kind))
+
+    @contextmanager
+    def held(self) -> Iterator[dict[str, LibraryVerdict]]:
+        """By work; no other process has them meanwhile. What has changed is kept, where nothing is raised or not."""
+        with one_at_a_time(self.path):
+            before = self._read()
+            kept = dict(before)
+            try:
+                yield kept
+            finally:
+                if kept != before:
+                    self._write(kept)
+
+    def _read(self) -> dict[str, LibraryVerdict]:
+        try:
+            content = json.loads(self.path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning("%s cannot be read, FlashInfer is tried anew: %s", self.path, error)
+            return {}
+        if not isinstance(content, dict) or content.get("kind") != self.kind:
+            return {}
+        told = content.get("verdicts")
+        found = {work: _verdict(entry) for work, entry in told.items()} if isinstance(told, dict) else {}
+        return {work: verdict for work, verdict in found.items() if verdict is not None}
+
+    def _write(self, kept: Mapping[str, LibraryVerdict]) -> None:
+        content = {"kind": self.kind, "verdicts": {work: asdict(verdict) for work, verdict in kept.items()}}
+        try:
+            written_whole(self.path, json.dumps(content))
+        except OSError as error:
+            log.warning("what FlashInfer is worth is not kept in %s: %s", self.path, error)
+
+
+def _verdict(entry: Any) -> LibraryVerdict | None:
+    """None where anything is not as it should be."""
+    if not isinstance(entry, dict) or entry.keys() != {"least", "reason", "failed"}:
+        return None
+    least, reason, failed = entry["least"], entry["reason"], entry["failed"]
+    counted = least is None or (type(least) is int and least > 0 and not failed)
+    return LibraryVerdict(least, reason, failed) if counted and type(reason) is str and type(failed) is bool else None

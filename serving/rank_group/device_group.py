@@ -1,0 +1,170 @@
+"""The leader's hold on ranks that share a model with it and have a device each.
+
+They are started, told and ended as other ranks are (layout_group); what is theirs is KV on their own devices, and a
+forward pass that is made on all of them at once. It knows no sequences.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import TypeVar
+
+import torch
+from torch._C._distributed_c10d import FileStore
+
+from serving.device_memory import DeviceMemory, MemoryReading
+from serving.expert_parallel.exchange import RankLost
+from serving.parallel.joining import ParallelRank
+from serving.parallel.layout import ParallelLayout
+from serving.rank_group.child import RankProcess
+from serving.rank_group.device_messages import LoadOnDevice, MakeForward, MeetOnDevices, ReadMemory, Ready, RunOnDevice
+from serving.rank_group.layout_group import LayoutGroup
+from serving.rank_group.messages import PackedBatch
+from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS
+from serving.streams import recorded, streams_of
+from serving.temporary import temporary_folder
+
+LOOK_SECONDS = 0.1  # between looks whether a rank has ended, while graphs are captured
+MEMORY_SECONDS = 60.0  # that a rank may take to say what its device holds
+# What libraries on devices are told by: names that begin so go to the ranks as they are here.
+TOLD_BY = ("CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "TRITON_", "FLASHINFER_")
+
+Made = TypeVar("Made")
+
+
+class GroupOnDevices(LayoutGroup):
+    """All ranks of a layout but the leader, each with the `device` of its process: the one of `gpus` with its number.
+
+    Without `gpus` each has that of this process, as a CPU.
+    """
+
+    def __init__(self, layout: ParallelLayout, deadline: float, device: str, gpus: Sequence[str] = ()) -> None:
+        """Starts their processes."""
+        self.device, self.gpus = device, gpus
+        super().__init__(layout, deadline)
+
+    def _started(self, rank: int) -> RankProcess:
+        return RankProcess(rank, self._environ(rank))
+
+    def _environ(self, rank: int) -> Mapping[str, str]:
+        told = {name: value for name, value in os.environ.items() if name.startswith(TOLD_BY)}
+        return told | ({"CUDA_VISIBLE_DEVICES": self.gpus[rank]} if self.gpus else {})
+
+    # ---- until the first step ----------------------------------------------------------------------------------
+
+    def load(self, path: Path, dtype: str) -> None:
+        threads = torch.get_num_threads()
+        for other in self.others:
+            order = LoadOnDevice(
+                path=path, dtype=dtype, rank=other.rank, layout=self.layout, device=self.device, threads=threads
+            )
+            other.ask(order, MEETING_SECONDS)
+
+    def join(self, join: Callable[[FileStore], ParallelRank]) -> None:
+        """Have all ranks meet, this one by `join`, unless they have. Raises RankLost; ValueError where one cannot."""
+        if self._own is not None:
+            return
+        folder = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir())))
+        order = MeetOnDevices(store=folder / "store", deadline=self.deadline)
+        for other in self.others:
+            other.ask(order, MEETING_SECONDS)
+        self._own = join(FileStore(str(order.store), self.size))
+        self._ready(2 * MEETING_SECONDS)
+
+    def make_forward(self, orders: Sequence[MakeForward], make: Callable[[], Made]) -> Made:
+        """What `make` makes here, while each other rank does what `orders` say for it, by rank; all of it is computed.
+
+        Raises RankLost, and ValueError where a rank, or this one, cannot.
+        """
+        try:
+            for other in self.others:
+                other.ask(orders[other.rank], MEETING_SECONDS)
+            with self._ending_with_others():
+                made = make()
+                self._ready(LOAD_SECONDS)  # one may compile long after the others: only then a deadline begins
+            self.finish()
+        except RankLost as lost:
+            self._lose(lost)
+            self._told_why()
+            raise
+        return made
+
+    def _told_why(self) -> None:
+        """Raises ValueError with what a rank that has left could not do, if it has said so."""
+        for other in self.others:
+            with suppress(RankLost):
+                word = other.answer(Ready, LOOK_SECONDS) if other.owed else Ready()
+                if word.error is not None:
+                    raise ValueError(f"rank {other.rank}: {word.error}")
+
+    @contextmanager
+    def _ending_with_others(self) -> Iterator[None]:
+        """Inside, what the device does with other ranks ends once one of them has ended.
+
+        Graphs are captured there, and each begins with a wait of the host for all that the device was given.
+        """
+        over, own = Event(), self._own
+        assert own is not None, "the ranks have met"
+
+        def look() -> None:
+            while not over.wait(LOOK_SECONDS):
+                if any(other.ending for other in self.others):
+                    own.abort()
+                    return
+
+        looking = Thread(target=look, name="ranks", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
+
+    def _ready(self, seconds: float) -> None:
+        for other in self.others:
+            word = other.answer(Ready, seconds)
+            if word.error is not None:
+                raise ValueError(f"rank {other.rank}: {word.error}")
+
+    @property
+    def memories(self) -> list[DeviceMemory]:
+        """Of the other ranks' devices."""
+        return [RankMemory(other) for other in self.others]
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def run(self, batch: PackedBatch, *, head: bool, launched: bool) -> Iterator[None]:
+        """Have the other ranks compute `batch`, while the leader launches its own share inside.
+
+        All is computed when it is left. Raises RankLost.
+        """
+
+        def order(number: int) -> RunOnDevice:
+            return RunOnDevice(number=number, batch=batch, head=head, launched=launched)
+
+        with self.computing(order):
+            yield
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until this rank's device has computed what it was given. Raises RankLost."""
+        assert self._own is not None, "the ranks have met"
+        self._own.finish(recorded(streams_of(self._own.device)))
+
+
+class RankMemory(DeviceMemory):
+    """That of another rank's device."""
+
+    def __init__(self, rank: RankProcess) -> None:
+        self.rank = rank
+
+    def reading(self) -> MemoryReading:
+        """Raises RankLost."""
+        self.rank.ask(ReadMemory(), MEMORY_SECONDS)
+        return self.rank.answer(MemoryReading, MEMORY_SECONDS)

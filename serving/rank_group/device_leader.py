@@ -1,0 +1,112 @@
+"""The leader's way from a path to a model whose ranks have a device each, and to a forward pass of all of them.
+
+Which models can be served so is said here too. It knows neither workers nor their configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from serving.config import EngineConfig
+from serving.expert_parallel.bounded import StoreUnavailable
+from serving.expert_parallel.exchange import RankLost
+from serving.forward.choose import make_forward
+from serving.kvspec import LayerKV, with_heads
+from serving.loader.loading import LoadedModel
+from serving.model.decoder import Planes
+from serving.parallel.layout import ParallelLayout
+from serving.rank_group.device_forward import DeviceForward
+from serving.rank_group.device_group import GroupOnDevices
+from serving.rank_group.device_messages import MakeForward
+from serving.rank_group.device_rank import connect, load_device_share
+from serving.rank_group.layout_leader import check_layout, flags_of
+from serving.rank_group.share import LEADER
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOnDevices(LoadedModel):
+    """The leader's share of a model of which each rank has some heads and widths on its own device. `spec` is the
+    whole's.
+
+    Close `ranks` when no step runs any more.
+    """
+
+    layout: ParallelLayout
+    ranks: GroupOnDevices
+
+    def kept_by(self, rank: int, specs: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
+        """What of the whole model's KV, `specs`, this rank keeps on its device."""
+        held = len(self.layout.kv_heads(self.spec, rank))
+        return tuple(spec if spec.heads is None else with_heads(spec, held) for spec in specs)
+
+
+def check_on_devices(path: Path, dtype: str, quantization: str | None, layout: ParallelLayout, device: str) -> None:
+    """Raises ValueError, with what to do, for a model or a layout that ranks with a device each cannot share."""
+    if layout.ranks > layout.tensor:
+        raise ValueError(
+            f"{flags_of(layout)} with --device {device}: on devices ranks share weights alone: choose"
+            f" --tensor-parallel-size {layout.ranks}, or --device cpu"
+        )
+    check_layout(path, dtype, quantization, layout)
+
+
+def load_on_devices(
+    path: Path, dtype: str, layout: ParallelLayout, deadline: float, device: str, gpus: Sequence[str] = ()
+) -> ModelOnDevices:
+    """Load the model at `path` over the processes of `layout`, this one among them, each with one of `gpus`.
+
+    `deadline` are the seconds that a rank may keep others waiting in an exchange. Raises ValueError as `load` does, and
+    where the ranks cannot work together.
+    """
+    group = GroupOnDevices(layout, deadline, device, gpus)
+    loaded: ModelOnDevices | None = None
+    try:
+        group.load(path, dtype)
+        own = load_device_share(path, dtype, layout, LEADER, device)
+        group.loaded()
+        values = {one.name: getattr(own, one.name) for one in fields(own)}
+        loaded = ModelOnDevices(**values, ranks=group, layout=layout)
+        return loaded
+    except RankLost as lost:
+        raise ValueError(f"the model is not loaded: {lost}") from lost
+    finally:
+        if loaded is None:
+            group.close()
+
+
+def join_devices(
+    shared: ModelOnDevices,
+    specs: Sequence[LayerKV],
+    planes: Sequence[Planes],
+    config: EngineConfig,
+    max_position: int,
+) -> DeviceForward:
+    """The forward pass of all ranks: here over `planes`, which keep `specs`, on the others over as many blocks of their
+    own. What was made before is of no use any more.
+
+    Raises ValueError where the ranks do not come together, or one of them cannot.
+    """
+    model, layout, ranks = shared.model, shared.layout, shared.ranks
+    orders = [
+        MakeForward(
+            specs=shared.kept_by(rank, specs),
+            blocks=planes[0][0].shape[0],
+            config=config,
+            max_position=max_position,
+        )
+        for rank in range(layout.ranks)
+    ]
+    try:
+        ranks.join(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
+        own = ranks.make_forward(orders, lambda: make_forward(shared, planes, config, max_position))
+    except (RankLost, StoreUnavailable) as error:
+        raise ValueError(f"the ranks of this worker do not come together: {error}") from error
+    log.info("the model is shared by %d ranks on %s devices", ranks.size, torch.device(ranks.device).type)
+    return DeviceForward(own, ranks)

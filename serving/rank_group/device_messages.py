@@ -1,0 +1,79 @@
+"""The words between a leader and ranks that have a device each, beside those of ranks that share a model.
+
+They are pickled: they hold numbers and arrays, and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.config import EngineConfig
+from serving.device_memory import MemoryReading
+from serving.kvspec import LayerKV
+from serving.parallel.layout import ParallelLayout
+from serving.rank_group.messages import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOnDevice:
+    """Load what this rank of the layout holds of the model at `path` onto `device`. Answered by ShareLoaded."""
+
+    path: Path
+    dtype: str
+    rank: int
+    layout: ParallelLayout
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetOnDevices:
+    """Meet the others by way of the file `store`. Answered by Ready.
+
+    `deadline` are the seconds that a rank may keep others waiting in a step.
+    """
+
+    store: Path
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakeForward:
+    """Give up the KV and the forward pass there were, and make others: of `blocks` of KV, as `specs` lay this rank's
+    out. All ranks do so at once, the leader too. Answered by Ready.
+    """
+
+    specs: Sequence[LayerKV]
+    blocks: int
+    config: EngineConfig
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """It is done; or `error` says why it cannot be, and the rank leaves."""
+
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMemory:
+    """Answered by the MemoryReading of this rank's device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOnDevice:
+    """Compute step `number`, with `head` its logits too. Answered by LayoutDone, once the device has computed it.
+
+    With `launched` no graph may compute it: the leader has none that tells of its layers.
+    """
+
+    number: int
+    batch: PackedBatch
+    head: bool
+    launched: bool
+
+
+Answer = Ready | MemoryReading
