@@ -74,6 +74,9 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )
+    if engine.attention_backend != "auto" and (model.device == "cpu" or engine.kernels == "torch"):
+        why = "--device is cpu, and it computes on CUDA alone" if model.device == "cpu" else "--kernels torch attends"
+        raise ValueError(f"--attention-backend {engine.attention_backend}: {why}; choose --attention-backend auto")
     if model.rank_flags and model.device == "cpu":
         check_kernels(engine, model.rank_flags)
     model.eplb()  # wrong words are told before anything is loaded

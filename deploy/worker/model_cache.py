@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from deploy.runtime.devices import visible_devices
+from deploy.runtime.devices import asked_index, visible_devices
 from deploy.runtime.discovery import RouterDirectory, addresses
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
@@ -100,7 +100,7 @@ def check_gpus(config: ModelConfig, layout: ParallelLayout) -> None:
     there = torch.cuda.device_count()
     if config.device.partition(":")[0] != "cuda":
         raise ValueError(f"{flags_of(layout)}: ranks have a CUDA device each, or share a CPU, and no {config.device}")
-    if there < layout.ranks:
+    if there < layout.ranks or asked_index(config.device) is not None:
         raise ValueError(
             f"{flags_of(layout)} with --device {config.device}: each rank has a GPU of its own, and this worker sees"
             f" {there}; see CUDA_VISIBLE_DEVICES, and name no single one"

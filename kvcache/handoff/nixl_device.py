@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,10 +61,10 @@ class NixlDeviceLender(AgentLender):
 
     def __init__(self, device: str) -> None:
         streams = streams_of(device)
-        memory = streams.room(TRANSFERS * TRANSFER_BYTES)
-        agent = moving_agent(0, streams, memory)
-        self.room = DeviceRoom(streams, TAKEN_PLACES, BUFFER_BYTES)
-        super().__init__(agent, memory, streams.address(memory))
+        with _enough_memory():
+            memory = streams.room(TRANSFERS * TRANSFER_BYTES)
+            self.room = DeviceRoom(streams, TAKEN_PLACES, BUFFER_BYTES)
+        super().__init__(moving_agent(0, streams, memory), memory, streams.address(memory))
 
     async def taken(self, address: int, length: int) -> Payload:
         return await asyncio.to_thread(self._taken, address, length)
@@ -91,8 +92,9 @@ class NixlDeviceWriters(NixlWriters):
 
     def _started(self) -> Agent:
         streams = streams_of(self.device)
-        room = DeviceRoom(streams, PACKED_PLACES, BUFFER_BYTES)
         try:
+            with _enough_memory():
+                room = DeviceRoom(streams, PACKED_PLACES, BUFFER_BYTES)
             agent = moving_agent(TRANSFERS * TRANSFER_BYTES, streams, room.memory)
         except TransferUnavailable as error:
             if self.broken is None:
@@ -140,10 +142,19 @@ def moving_agent(size: int, streams: Streams, memory: Tensor) -> Agent:
     agent = Agent(size, AgentMemory(there, len(memory), MEMORY))
     try:
         _probe(agent, streams, memory)
-    except TransferUnavailable:
+    except BaseException:
         agent.close()
         raise
     return agent
+
+
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """A device without room for buffers is one that NIXL moves nothing of."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TransferUnavailable(f"the device lacks memory for buffers: {str(error).split('. ')[0]}") from error
 
 
 def _probe(agent: Agent, streams: Streams, memory: Tensor) -> None:

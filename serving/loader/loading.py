@@ -94,13 +94,13 @@ def load(
     digest = fingerprint(spec, checkpoint.files, dtype)
     if rotated:  # which is said beside the files of tensors
         digest = extended(digest, json.dumps(rotated, sort_keys=True).encode())
+    scheme = scheme or default_scheme(spec, device)
     scales = None
-    if quantization == "int8" and leaves_any(model, scheme := scheme or default_scheme(spec, device)):
-        if layout is None and not checkpoint.float8:
+    if quantization == "int8" and leaves_any(model, scheme):
+        if (kept_wide := _kept_wide(layout is not None, checkpoint)) is None:
             scales = kept_scales(path, digest, spec.max_position, scheme)
         else:
-            whose = "ranks, which hold parts of them" if layout is not None else "a folder of FP8"
-            _log.warning("--quantization int8 compresses no further linear layers of %s: they stay as stored", whose)
+            _log.warning("--quantization int8 compresses no further linear layers of %s: they stay wide", kept_wide)
     later = () if scales is None or scales.stored is None else quantized_modules(model, scales.scheme)
     fill_module = fill(model, checkpoint, DTYPES[dtype], torch.device(device), every, cuts, later)
     hold_float32(model)
@@ -118,6 +118,13 @@ def load(
         path=path,
         bytes_read=checkpoint.bytes_read,
     )
+
+
+def _kept_wide(shared: bool, checkpoint: Checkpoint) -> str | None:
+    """Whose linear layers are not compressed as they are loaded; None: this model's are."""
+    if shared:
+        return "ranks, which hold parts of them"
+    return "a folder of FP8" if checkpoint.float8 else None
 
 
 def open_checkpoint(path: Path) -> tuple[ModelSpec, Checkpoint, str]:

@@ -32,7 +32,7 @@ from serving.temporary import temporary_folder
 LOOK_SECONDS = 0.1  # between looks whether a rank has ended, while graphs are captured
 MEMORY_SECONDS = 60.0  # that a rank may take to say what its device holds
 # What libraries on devices are told by: names that begin so go to the ranks as they are here.
-TOLD_BY = ("CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "TRITON_", "FLASHINFER_")
+TOLD_BY = ("CUDA_", "NVIDIA_", "NCCL_", "TORCH_", "PYTORCH_", "TRITON_", "FLASHINFER_")
 
 Made = TypeVar("Made")
 
@@ -142,14 +142,22 @@ class GroupOnDevices(LayoutGroup):
     def run(self, batch: PackedBatch, *, head: bool, launched: bool) -> Iterator[None]:
         """Have the other ranks compute `batch`, while the leader launches its own share inside.
 
-        All is computed when it is left. Raises RankLost.
+        All is computed when it is left. Raises RankLost. Where the leader fails in between, what its device waits for
+        from the others would have no end: it is ended, and the group is lost.
         """
+        assert self._own is not None, "the ranks have met"
 
         def order(number: int) -> RunOnDevice:
             return RunOnDevice(number=number, batch=batch, head=head, launched=launched)
 
         with self.computing(order):
-            yield
+            try:
+                yield
+            except RankLost:
+                raise  # whose exchanges end it
+            except BaseException:
+                self._own.abort()
+                raise
             self.finish()
 
     def finish(self) -> None:

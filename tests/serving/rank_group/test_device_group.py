@@ -163,6 +163,9 @@ class Finishing:
         if self.lost is not None:
             raise self.lost
 
+    def abort(self) -> None:
+        self.told.append("aborted")
+
 
 class Computing:
     """A forward pass that says how it was asked."""
@@ -228,6 +231,22 @@ def test_a_lost_rank_is_told_of_before_tokens_are_read() -> None:
         with pytest.raises(RankLost, match="rank 1"):
             forward.greedy(BATCH, None)
     assert told[1:3] == [("logits", False), "finished"] and told.count("finished") == 1, "nor is it asked again"
+
+
+def test_a_leader_that_fails_within_a_step_waits_for_nobody() -> None:
+    """Its device may hold exchanges that the others never come to: the runner would wait for their end."""
+    told: list[object] = []
+    forward = leading(told)
+
+    def out_of_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    forward.own.logits = out_of_memory  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError):
+        forward.logits(BATCH, None)
+    assert told[1:] == ["aborted"]
+    with pytest.raises(RankLost, match="left a step unfinished"):
+        forward.logits(BATCH, None)
 
 
 def test_a_rank_that_ends_while_forward_passes_are_made_ends_what_the_device_waits_for() -> None:

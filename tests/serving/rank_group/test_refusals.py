@@ -86,6 +86,7 @@ def test_what_ranks_cannot_share_is_refused_before_one_is_started(
         (2, {"prefill_context_parallel_size": 2}, "choose --tensor-parallel-size 2"),
         (8, {"tensor_parallel_size": 7}, "choose 6 or less"),
         (2, {"tensor_parallel_size": 2, "quantization": "int8"}, "millrace quantize"),
+        (2, {"tensor_parallel_size": 2, "device": "cuda:1"}, "cuda:1: each rank has a GPU of its own.*name no single"),
     ],
 )
 def test_what_ranks_on_gpus_cannot_share_is_refused_before_one_is_started(
@@ -96,7 +97,7 @@ def test_what_ranks_on_gpus_cannot_share_is_refused_before_one_is_started(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     for check in (check_model, load_from):
         with pytest.raises(ValueError, match=told):
-            check(dense, ModelConfig(device="cuda", **settings))
+            check(dense, ModelConfig(**({"device": "cuda"} | settings)))
     check_model(dense, ModelConfig(device="cuda", tensor_parallel_size=min(gpus, 2)))
 
 
@@ -186,6 +187,11 @@ def test_settings_that_clash_are_refused_before_a_model_is_looked_for(
         (["serve", "--prefill-tensor-parallel-size", "2"], "for prefill workers, of which none are started"),
         (["serve", "--mixed", "1", "--decode-pipeline-parallel-size", "2"], "for decode workers, of which none"),
         (["serve", "-tp", "0"], "must be at least 1"),
+        (["serve", "--mixed", "2", "--attention-backend", "triton"], "--device is cpu, and it computes on CUDA alone"),
+        (
+            ["mixed", "--device", "cuda", "--kernels", "torch", "--attention-backend", "triton"],
+            "--kernels torch attends",
+        ),
     ],
 )
 def test_what_ranks_that_share_a_model_are_not_for_is_refused(

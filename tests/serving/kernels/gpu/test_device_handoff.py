@@ -297,12 +297,14 @@ async def test_a_write_that_fails_sends_the_bytes_by_the_stream(world: World, mo
 
 
 @needs_nixl
-@pytest.mark.parametrize("how", ["not moved", "no such memory", "no device's"])
+@pytest.mark.parametrize("how", ["not moved", "no such memory", "no device's", "no room"])
 def test_a_device_whose_memory_nixl_does_not_move_is_left_and_told_of_once(
     how: str, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if how == "not moved":
         monkeypatch.setattr(Agent, "_over", lambda self, write, _: write.done.set_result(None) or True)
+    elif how == "no room":
+        monkeypatch.setattr(nixl_device, "DeviceRoom", _without_memory)
     else:  # UCX finds that what is called a device's is the host's, as it does where it lacks CUDA
         monkeypatch.setattr(nixl_device, "MEMORY", VRAM if how == "no device's" else how)
     with pytest.raises(TransferUnavailable):
@@ -319,6 +321,10 @@ def test_a_device_whose_memory_nixl_does_not_move_is_left_and_told_of_once(
     assert [offer.kind for offer in lenders.offers] == ["nixl"], "through host memory"
     lenders.close()
     writers.close()
+
+
+def _without_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 MiB. GPU 0 has a total capacity of 9 GiB")
 
 
 def test_only_devices_and_only_where_nixl_may_listen() -> None:
