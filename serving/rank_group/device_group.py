@@ -173,6 +173,9 @@ class RankMemory(DeviceMemory):
         self.rank = rank
 
     def reading(self) -> MemoryReading:
-        """Raises RankLost."""
-        self.rank.ask(ReadMemory(), MEMORY_SECONDS)
-        return self.rank.answer(MemoryReading, MEMORY_SECONDS)
+        """Raises ValueError where the rank is lost: this is asked while a worker starts."""
+        try:
+            self.rank.ask(ReadMemory(), MEMORY_SECONDS)
+            return self.rank.answer(MemoryReading, MEMORY_SECONDS)
+        except RankLost as lost:
+            raise ValueError(f"{lost}, while the memory of its device was measured") from lost
