@@ -232,7 +232,7 @@ class HttpConfig:
         " deepseek_r1: answers begin with thoughts in any case",
         choices=("auto", "qwen3", "deepseek_r1", "none"),
     )
-    max_connections: int = option(4096, "connections at most; one more replaces the longest idle or gets 503", least=1)
+    max_connections: int = option(4096, "connections at most; one more replaces one that is idle or gets 503", least=1)
     max_connections_per_address: int = option(
         1024, "of those, of one address (behind a proxy all are of one), or of one IPv6 /64; 0: any number", least=0
     )

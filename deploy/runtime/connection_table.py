@@ -19,7 +19,7 @@ class ConnectionEnd(StrEnum):
 
     CONNECTIONS = "connections"  # too many in all, and none idle
     ADDRESS = "address"  # too many of one address, and none idle
-    EVICTED = "evicted"  # idle for longest when another one came
+    EVICTED = "evicted"  # idle when another one came
     SILENT = "silent"  # nothing was ever sent
     HEADER_TIMEOUT = "header_timeout"
     HEADER_SIZE = "header_size"
@@ -43,7 +43,8 @@ class Admission(Generic[C]):
 class ConnectionTable(Generic[C]):
     """At most `most` connections, `most_of_address` of them from one network; 0 stands for any number.
 
-    Where one is too many, the one that has been idle for longest goes: of the same network where that has too many.
+    Where one is too many, an idle one goes: of the same network where that has too many, else of one that has most of
+    the idle ones, so that a crowd makes room for itself before anybody else has to; there the one idle for longest.
     """
 
     def __init__(self, most: int, most_of_address: int):
@@ -52,8 +53,9 @@ class ConnectionTable(Generic[C]):
         self.ended: Counter[ConnectionEnd] = Counter()
         self._network: dict[C, str] = {}
         self._count: Counter[str] = Counter()
-        self._idle: OrderedDict[C, None] = OrderedDict()
-        self._idle_of: dict[str, OrderedDict[C, None]] = {}
+        self._idle_of: dict[str, OrderedDict[C, None]] = {}  # by network, idle for longest first; none that is empty
+        self._idle_count = 0
+        self._crowds: dict[int, OrderedDict[str, None]] = {}  # by the number of their idle ones; none that is empty
 
     def __len__(self) -> int:
         return len(self._network)
@@ -64,7 +66,7 @@ class ConnectionTable(Generic[C]):
 
     @property
     def idle_count(self) -> int:
-        return len(self._idle)
+        return self._idle_count
 
     def admit(self, connection: C, network: str) -> Admission[C]:
         """Take a connection in, as an idle one, unless it is refused. One that is evicted has left."""
@@ -73,7 +75,7 @@ class ConnectionTable(Generic[C]):
             evicted = next(iter(self._idle_of.get(network, ())), None)
             full: ConnectionEnd | None = ConnectionEnd.ADDRESS
         elif self.most and len(self) >= self.most:
-            evicted = next(iter(self._idle), None)
+            evicted = next(iter(self._idle_of.get(self._most_idle(), ())), None)
             full = ConnectionEnd.CONNECTIONS
         else:
             full = None
@@ -91,18 +93,39 @@ class ConnectionTable(Generic[C]):
     def idle(self, connection: C) -> None:
         """It waits from now on, if it did not before; nothing happens to one that has left."""
         network = self._network.get(connection)
-        if network is not None and connection not in self._idle:
-            self._idle[connection] = None
-            self._idle_of.setdefault(network, OrderedDict())[connection] = None
+        if network is None or connection in self._idle_of.get(network, ()):
+            return
+        idle = self._idle_of.setdefault(network, OrderedDict())
+        self._resized(network, len(idle), len(idle) + 1)
+        idle[connection] = None
 
     def busy(self, connection: C) -> None:
         """A request of it is being answered: it is not evicted."""
-        if connection in self._idle:
-            network = self._network[connection]
-            del self._idle[connection]
-            del self._idle_of[network][connection]
-            if not self._idle_of[network]:
-                del self._idle_of[network]
+        network = self._network.get(connection)
+        if network is None or connection not in self._idle_of.get(network, ()):
+            return
+        idle = self._idle_of[network]
+        self._resized(network, len(idle), len(idle) - 1)
+        del idle[connection]
+        if not idle:
+            del self._idle_of[network]
+
+    def _resized(self, network: str, before: int, after: int) -> None:
+        """A network has so many idle connections now."""
+        self._idle_count += after - before
+        if before:
+            del self._crowds[before][network]
+            if not self._crowds[before]:
+                del self._crowds[before]
+        if after:
+            self._crowds.setdefault(after, OrderedDict())[network] = None
+
+    def _most_idle(self) -> str:
+        """A network that has most of the idle connections; of several the one that has had so many for longest.
+
+        There are few sizes: n different ones take more than n²/2 connections.
+        """
+        return next(iter(self._crowds[max(self._crowds)])) if self._crowds else ""
 
     def leave(self, connection: C) -> None:
         """It is gone; again, or without having been admitted, changes nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,14 +26,14 @@ def test_bounds_hold_and_only_idle_ones_make_room(events: list[Event], most: int
             mine = [one for one in waiting if network[one] == came]
             crowded = most_of_address > 0 and list(network.values()).count(came) >= most_of_address
             full = len(network) >= most
-            able = mine if crowded else waiting
+            able = mine[:1] if crowded else longest_of_the_largest(waiting, network)
             admission = table.admit(who, came)
             if not crowded and not full:
                 assert admission == Admission()
             elif able:
-                assert admission == Admission(evicted=able[0])
-                del network[able[0]]
-                waiting.remove(able[0])
+                assert admission.refused is None and admission.evicted in able
+                del network[admission.evicted]
+                waiting.remove(admission.evicted)
             else:
                 assert admission.refused is (ConnectionEnd.ADDRESS if crowded else ConnectionEnd.CONNECTIONS)
             if admission.refused is None:
@@ -57,4 +59,21 @@ def test_bounds_hold_and_only_idle_ones_make_room(events: list[Event], most: int
             assert not most_of_address or table.of(name) <= most_of_address
     for who in list(network):
         table.leave(who)
-    assert not any((table._network, table._count, table._idle, table._idle_of))
+    assert not any((table._network, table._count, table._idle_count, table._idle_of, table._crowds))
+
+
+def longest_of_the_largest(waiting: list[int], network: dict[int, str]) -> list[int]:
+    """Of each network that has most of those that wait, the one that has waited for longest."""
+    sizes = Counter(network[one] for one in waiting)
+    largest = [name for name, size in sizes.items() if size == max(sizes.values())]
+    return [next(one for one in waiting if network[one] == name) for name in largest]
+
+
+def test_a_crowd_makes_room_for_itself() -> None:
+    """Before: whoever had sent nothing yet when as many others had come was closed, whosever they were."""
+    table: ConnectionTable[int] = ConnectionTable(10, 0)
+    table.admit(-1, "a client")
+    for number in range(1000):
+        assert table.admit(number, f"source {number % 3}").evicted != -1
+    table.busy(-1)
+    assert table.of("a client") == 1 and len(table) == 10
