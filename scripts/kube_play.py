@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +183,19 @@ def started(kubelet: Kubelet, pods: Sequence[PlannedPod]) -> list[str]:
     return rows
 
 
+def _stored(site: Deployment, numbers: Iterator[int]) -> bool:
+    """Whether the pool has blocks, after one more question: workers hear of it a heartbeat after the router has."""
+    finished(site.ask(f"{next(numbers)}. {QUESTION}"))
+    time.sleep(0.5)
+    return site.metric("pool_blocks") > 0
+
+
 def prove(kubelet: Kubelet, site: Deployment, by: Callable[[str], PlannedPod]) -> list[str]:
     """Everything, as lines of a page."""
     rows = started(kubelet, list(kubelet.pods.values()))
     wait(site.whole, "the router has a prefill and a decode worker and a node of the pool")
     first = finished(site.ask(QUESTION))
-    wait(lambda: site.metric("pool_blocks") > 0, "the pool has blocks")
+    wait(partial(_stored, site, count(1)), "the pool has blocks")
     whole: Answer = finished(site.ask(ASKED, LONG))
     ends = [ended_under_an_answer(kubelet, site, by(name), whole.text) for name in ("decode", "prefill", "router")]
     wait(site.whole, "all are there")
