@@ -30,7 +30,7 @@ from scripts.kube_pods import PlannedPod, plan_pods
 from tests.deploy.helm.chart import NAMESPACE, render
 
 NETWORK, SUBNET, FIRST = "millrace-play", "10.89.77.0/24", 9
-DRAIN, LONG, BEGUN = 45, 1200, 200  # seconds; tokens of an answer longer than preStop; characters when a pod is told
+DRAIN, LONG, BEGUN = 45, 4000, 200  # seconds; tokens of an answer longer than preStop; characters when a pod is told
 ASKED = f"{STORY * 12}Tell it again."
 
 
