@@ -84,12 +84,12 @@ def client(server: MillraceServer) -> Iterator[Client]:
     made.close()
 
 
-def ask(client: Client, pairs: int = 2) -> list[Asked]:
+def ask(client: Client, pairs: int = 2, tokens: int = TOKENS) -> list[Asked]:
     """Greedy and sampled, two of each; with fewer pairs the first of them."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * pairs
     wanted = prompts(4, shortest=200, longest=300, seed=3)
     return [
-        client.start(prompt, stream=True, max_tokens=TOKENS, **kind)
+        client.start(prompt, stream=True, max_tokens=tokens, **kind)
         for prompt, kind in zip(wanted[: 2 * pairs], kinds, strict=True)
     ]
 
@@ -249,7 +249,7 @@ def test_a_router_that_is_killed_leaves_nothing(nodes: RayNodes, server: Millrac
     with MillraceServer(str(model), *shown, *placed, workers=("mixed-0",)) as begun:
         child = nodes.running("mixed-0", "millrace").pid
         client = Client(begun.url)
-        streaming(begun, "mixed-0", ask(client, 1))
+        streaming(begun, "mixed-0", ask(client, 1, 4 * TOKENS))  # for longer than it takes to hear of them
         begun.process.kill()
         wait_until(lambda: not nodes.names() and not nodes.groups(), SECONDS, "no actor and no group is left")
         wait_until(lambda: not alive(child), SECONDS, "nor a child of an actor")
