@@ -242,6 +242,7 @@ def assemble(
         tell_every=tell_every,
     )
     loop = engine_loop(engine)
+    loop.shares_cores = device_kv.planes[0][0].device.type == "cpu"
     context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:

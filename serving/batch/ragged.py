@@ -50,7 +50,7 @@ class RaggedBatch:
     block_tables: Tensor  # [B, M] int32, rows padded with 0
     block_size: int  # tokens a block
     query_lens: tuple[int, ...]  # B values, as Python ints for per-sequence loops
-    context_lens_list: tuple[int, ...]  # the same as context_lens
+    context_lens_list: Sequence[int]  # the same as context_lens
     logits_rows: Tensor  # [R] int64, rows of T whose logits are wanted, each once and in order
     long_rope: Tensor | None = None  # [T] bool, LongRoPE's choice for each token's sequence; None: short everywhere
     offloaded: OffloadedKV | None = None  # of the only sequence: its row of block_tables begins after these tokens

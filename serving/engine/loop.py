@@ -18,6 +18,8 @@ from serving.engine.sequence import SequenceOutput, SequenceState
 
 log = logging.getLogger(__name__)
 
+TAKEN_SECONDS = 0.0005  # that the engine waits at most until the event loop takes what a step has brought out
+
 
 class OutputListener(Protocol):
     """Takes what the engine brings out; called on the event loop."""
@@ -31,11 +33,13 @@ class EngineLoop:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.shares_cores = True  # steps compute on those that the event loop runs on
         self.crashed = False
         self._wake = threading.Condition()
         self._awake = False
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._untaken = threading.Lock()  # held from when outputs are given to the event loop until it takes some
 
     def start(self, listeners: Sequence[OutputListener], on_crash: Callable[[], None]) -> None:
         """Run steps from now on. `on_crash` is called on the event loop, once, if the engine or a listener breaks."""
@@ -90,10 +94,21 @@ class EngineLoop:
             self._awake = False
 
     def _carry(self, outputs: list[SequenceOutput] | None) -> None:
-        if outputs:
-            self._loop.call_soon_threadsafe(self._surely, self._tell_outputs, outputs)
+        """Tell the listeners; where steps compute on these cores, the next is planned when they have been called.
+
+        Then clients read their tokens while it is planned. Later they would take a core from one thread that computes,
+        for which all others wait.
+        """
+        if not outputs:
+            return
+        self._untaken.acquire(blocking=False)
+        self._loop.call_soon_threadsafe(self._surely, self._tell_outputs, outputs)
+        if self.shares_cores:
+            self._untaken.acquire(timeout=TAKEN_SECONDS)
 
     def _tell_outputs(self, outputs: list[SequenceOutput]) -> None:
+        if self._untaken.locked():
+            self._untaken.release()  # the engine's thread never does
         for listener in self._listeners:
             listener.deliver(outputs)
 

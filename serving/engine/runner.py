@@ -27,6 +27,7 @@ from serving.engine.plan import Work
 from serving.engine.pooling import pool, pooled_rows
 from serving.engine.run import LayerDone, RunResult, RunTimes
 from serving.engine.sequence import SequenceState
+from serving.engine.work_batches import WorkBatches
 from serving.errors import InternalError
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.forward import Forward
@@ -93,6 +94,7 @@ class ModelRunner(OverlapRunner):
         self.sampler = sampler or Sampler(TorchSampling())
         self.device = device
         self.computed = computed
+        self._batches = WorkBatches(block_size, device)
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work], layer_done: LayerDone | None) -> RunResult:
@@ -168,7 +170,7 @@ class ModelRunner(OverlapRunner):
         began = time.perf_counter()
         wants_all = [i for i, item in enumerate(work) if item.seq.request.prompt_logprobs is not None]
         rows = logits_rows(work, frozenset(wants_all))
-        batch = self._batch(work, rows, offloaded)
+        batch = self._batches.of(work, rows, offloaded)
         greedy = not wants_all and all(map(_greedy, work))
         held = _held_rows(work) if greedy else []
         built = time.perf_counter()
@@ -200,27 +202,13 @@ class ModelRunner(OverlapRunner):
         """Work whose embeddings are wanted: no tokens are drawn."""
         began = time.perf_counter()
         rows = pooled_rows(work)
-        batch = self._batch(work, rows, offloaded)
+        batch = self._batches.of(work, rows, offloaded)
         built = time.perf_counter()
         hidden = self.forwards[work[0].seq.kv_dtype].hidden(batch, None)
         computed = time.perf_counter()
         embeddings = {} if work[0].left else pool(work, rows, hidden)
         times = RunTimes(built - began, computed - built, time.perf_counter() - computed)
         return RunResult([[] for _ in work], {}, times, embeddings)
-
-    def _batch(self, work: Sequence[Work], rows: Sequence[range], offloaded: OffloadedKV | None) -> RaggedBatch:
-        """The work's new tokens; of these rows something is returned."""
-        return RaggedBatch.build(
-            tokens=[item.tokens for item in work],
-            starts=[item.seq.computed for item in work],
-            block_tables=[item.seq.blocks for item in work],
-            block_size=self.block_size,
-            logits_rows=[row for span in rows for row in span],
-            long_rope=[item.seq.long_rope for item in work],
-            offloaded=offloaded,
-            barrier=work[0].barrier,
-            device=self.device,
-        )
 
     def _draw(self, work: Sequence[Work], rows: list[range], logits: Tensor) -> Draws:
         """Split the logits back to their sequences, and draw after each last token and after each drafted one."""

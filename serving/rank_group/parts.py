@@ -52,7 +52,7 @@ def pack(batch: RaggedBatch) -> PackedBatch:
     if arrays is None:
         tensors = {name: getattr(batch, name) for name in TENSORS}
         arrays = {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
-    return PackedBatch(arrays, batch.block_size, batch.query_lens, batch.context_lens_list)
+    return PackedBatch(arrays, batch.block_size, batch.query_lens, tuple(batch.context_lens_list))
 
 
 def unpack(packed: PackedBatch, device: torch.device | str = "cpu") -> RaggedBatch:

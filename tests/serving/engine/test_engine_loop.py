@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prefill.scheduler import PrefillScheduler
+from serving.engine import loop
 from serving.engine.engine import Engine
 from serving.engine.loop import EngineLoop
 from serving.engine.plan import Work
@@ -103,6 +104,30 @@ async def test_listeners_are_told_once_a_step_of_all_its_outputs(running: Loop) 
     for inbox in inboxes:
         await inbox.ended.wait()
     assert running.steps == [2, 2, 2]
+
+
+async def test_outputs_are_taken_before_the_next_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TAKEN_SECONDS", 60.0)
+    made = Loop()
+    told: list[int] = []
+    made.runner.during = lambda _: told.append(len(made.steps))
+    made.start()
+    _, inbox = made.add([1], max_tokens=9)
+    await inbox.ended.wait()
+    await made.loop.stop()
+    assert told == list(range(9))
+
+
+async def test_a_busy_event_loop_keeps_no_step_waiting() -> None:
+    made, computed = Loop(), threading.Semaphore(0)
+    made.runner.during = lambda _: computed.release()
+    made.start()
+    _, inbox = made.add([1], max_tokens=20)
+    for _ in range(20):
+        assert computed.acquire(timeout=10), "the event loop has been here all the time"
+    assert len(made.steps) <= 1
+    await inbox.ended.wait()
+    await made.loop.stop()
 
 
 async def test_layers_are_told_on_the_event_loop_while_the_model_runs(running: Loop) -> None:
