@@ -78,9 +78,7 @@ INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, l
     for (long i = 0; i < places.count; ++i) {
         uint16_t* row = s.wide + i * padded;
         const int8_t* from = static_cast<const int8_t*>(plane) + (places.at[i] + head) * bytes;
-        long d = 0;
-        for (; d + LANES <= dim; d += LANES) store_bf16(row + d, load_int8(from + d));
-        for (; d < dim; ++d) row[d] = to_bf16(from[d]);
+        widen_int8(from, dim, row);
         s.rows[i] = reinterpret_cast<const int32_t*>(row);
         scale_out[i] = scales[(places.at[i] + head) * kv.scale_stride];
     }

@@ -1,8 +1,8 @@
 // Attention of few rows of all heads over one chunk: what decode does.
 //
 // There is less to compute than to read, so keys and values are read in the order they lie in memory, of all heads
-// together, and what comes a little later is fetched meanwhile, a few lines for each step of arithmetic. Every addition
-// is that of `attend_tile`, in the same order.
+// together, and what comes a little later is fetched meanwhile, a few lines for each step of arithmetic, or while int8
+// numbers are widened, a group of keys at a time. Every addition is that of `attend_tile`, in the same order.
 #pragma once
 
 #include "item.h"
@@ -16,7 +16,7 @@ constexpr long UNITS_AT_ONCE = KEYS_AT_ONCE / UNIT;
 constexpr long FETCHED_AHEAD = 12 << 10;  // bytes of a plane, so few that the first cache holds them; at least one unit
 
 INLINE bool few_rows(const KvPlanes& kv, const Item& item, long rows) {
-    return kv.kind == KIND_BF16 && item.heads == kv.kv_heads && values_in_place(kv, rows) &&
+    return item.heads == kv.kv_heads && values_in_place(kv, rows) &&
            rows * item.heads <= SCORE_ROWS;
 }
 
@@ -45,17 +45,49 @@ struct UnitsAhead {
 };
 
 // What one head fetches of the units ahead of a group while it is computed: the h-th of all heads' shares, which follow
-// one another in memory. It has as many lines for each unit as a head has words.
+// one another in memory, so many lines of each unit.
 struct Share {
     const char* part[UNITS_AT_ONCE];
 
-    Share(const char* const* ahead, long h, long heads, long words) {
+    Share(const char* const* ahead, long h, long heads, long lines) {
         for (long i = 0; i < UNITS_AT_ONCE; ++i) {
             const long at = UNITS_AT_ONCE * h + i;
-            part[i] = ahead[at / heads] + at % heads * words * LINE;
+            part[i] = ahead[at / heads] + at % heads * lines * LINE;
         }
     }
 };
+
+// One head's int8 rows of a group as bfloat16 in `wide` [KEYS_AT_ONCE][dim]; all of `share` is fetched meanwhile.
+INLINE void widen_rows(const KvPlanes& kv, const int32_t* const* lie, long h, const Share& share, uint16_t* wide,
+                       const int32_t** rows) {
+    const long dim = kv.head_dim;
+    for (long i = 0; i < KEYS_AT_ONCE; ++i) {
+        const long key = i % UNIT;
+        for (long line = key * dim / LINE; line < (key + 1) * dim / LINE; ++line)
+            __builtin_prefetch(share.part[i / UNIT] + line * LINE, 0, 3);
+        widen_int8(reinterpret_cast<const int8_t*>(lie[i]) + h * kv.row_bytes, dim, wide + i * dim);
+        rows[i] = reinterpret_cast<const int32_t*>(wide + i * dim);
+    }
+}
+
+// One head's scales of int8 keys and values.
+INLINE void take_scales(const KvPlanes& kv, const Places& places, long h, PackedChunk& s) {
+    for (long i = 0; i < places.count; ++i) {
+        const long at = (places.at[i] + h) * kv.scale_stride;
+        s.k_scale[i] = kv.k_scale[at];
+        s.v_scale[i] = kv.v_scale[at];
+    }
+}
+
+// Those of all heads of the coming chunk, fetched.
+INLINE void fetch_scales(const KvPlanes& kv, const Places& coming) {
+    const long floats = kv.kv_heads * kv.scale_stride, each = LINE / long(sizeof(float));
+    for (long i = 0; i < coming.count; i += UNIT)
+        for (long at = 0; at < least(UNIT, coming.count - i) * floats; at += each) {
+            __builtin_prefetch(kv.k_scale + coming.at[i] * kv.scale_stride + at, 0, 2);
+            __builtin_prefetch(kv.v_scale + coming.at[i] * kv.scale_stride + at, 0, 2);
+        }
+}
 
 // Where a plane's rows of the group at `key` lie, for KV head 0; past the last key its row again.
 INLINE void group_rows(const void* plane, const Places& places, long key, const int32_t** rows) {
@@ -64,26 +96,29 @@ INLINE void group_rows(const void* plane, const Places& places, long key, const 
                                                    places.offset[least(key + i, places.count - 1)]);
 }
 
-// Scores of one head's rows over a group of keys, whose words begin at `at`: out [rows][CHUNK].
+// Scores of one head's rows over a group of keys, whose words begin at `at`: out [rows][CHUNK]. With FETCHES a line of
+// `share` is fetched for each word, of both parts.
+template <bool FETCHES>
 INLINE void score_group(const int32_t* const* keys, long units, long at, long words, const Share& share, Tile tile,
                         const int32_t* q, int32_t* panel, float* out) {
     const char* from = share.part[0];
     for (long u = 0; u < units; ++u)
         for (long w = 0; w < words; w += 16) {
 #pragma GCC unroll 16
-            for (int line = 0; line < 16 / UNITS_AT_ONCE; ++line, from += LINE) __builtin_prefetch(from, 0, 3);
+            for (int line = 0; FETCHES && line < 16 / UNITS_AT_ONCE; ++line, from += LINE)
+                __builtin_prefetch(from, 0, 3);
             transpose_16(keys + u * UNIT, at + w, panel + w * PANEL + u * UNIT);
         }
     tile(q, words, panel, 0, words, reinterpret_cast<const int32_t*>(share.part[1]), reinterpret_cast<int32_t*>(out),
          CHUNK);
 }
 
-// out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for its first `keys` keys. Of each
-// part of `share` 16 PANELS lines are fetched, from `line0` on.
-template <int ROWS, int PANELS>
+// out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for its first `keys` keys. With
+// FETCHES 16 PANELS lines of each part of `share` are fetched, from `line0` on.
+template <bool FETCHES, int ROWS, int PANELS>
 __attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const* values, long at, long keys,
                                           const Share& share, long line0, int32_t* out, long ldo) {
-    constexpr int LINES = 2 * PANELS;
+    constexpr int LINES = FETCHES ? 2 * PANELS : 0;
     const long words = words_of(KIND_BF16, keys);
     vi acc[ROWS][PANELS * NV];
 #pragma GCC unroll 12
@@ -117,51 +152,65 @@ __attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const
 
 typedef void (*AddValues)(const int32_t*, const int32_t* const*, long, long, const Share&, long, int32_t*, long);
 
-template <int PANELS, int... ROWS_LESS_1>
+template <bool FETCHES, int PANELS, int... ROWS_LESS_1>
 INLINE AddValues pick_add(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr AddValues tiles[] = {add_values<ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+    static constexpr AddValues tiles[] = {
+        add_values<FETCHES, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
     return tiles[rows - 1];
 }
 
-// One head's rows times a group of values, added to out [rows][dim].
-INLINE void value_group(const int32_t* p, const int32_t* const* values, long row_bytes, long h, long keys, long rows,
-                        long dim, const Share& share, float* out) {
+// One head's rows times a group of values, which begin at byte `at` of each row, added to out [rows][dim].
+template <bool FETCHES>
+INLINE void value_group(const int32_t* p, const int32_t* const* values, long at, long keys, long rows, long dim,
+                        const Share& share, float* out) {
     constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
     const bool pairs = rows <= PAIR_ROWS;
     for (long panel = 0, panels; panel < dim / PANEL; panel += panels) {
         panels = pairs && panel + 2 <= dim / PANEL ? 2 : 1;
-        const AddValues add = panels == 2 ? pick_add<2>(rows, all) : pick_add<1>(rows, all);
-        add(p, values, h * row_bytes + panel * PANEL * 2, keys, share, panel * 16,
+        const AddValues add = panels == 2 ? pick_add<FETCHES, 2>(rows, all) : pick_add<FETCHES, 1>(rows, all);
+        add(p, values, at + panel * PANEL * 2, keys, share, panel * 16,
             reinterpret_cast<int32_t*>(out) + panel * PANEL, dim);
     }
 }
 
-// One chunk for all heads of an item of few rows; where its keys and those of the coming one lie is in s.chunk.
+// One chunk for all heads of an item of few rows; where its keys and those of the coming one lie is in s.chunk. NARROW:
+// they are int8.
+template <bool NARROW>
 void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& item, long chunk, AttentionScratch& s,
                 const Parts& parts) {
     const Places& places = s.chunk.places;
     const long rows = item.segment.tokens * group_of(kv, shape), keys = places.count, heads = item.heads;
-    const long words = words_of(KIND_BF16, kv.head_dim), dim = kv.head_dim;
+    const long words = words_of(KIND_BF16, kv.head_dim), dim = kv.head_dim, lines = NARROW ? words / 2 : words;
     const UnitsAhead ahead(kv, places, s.chunk.coming);
-    const Tile tile = tile_for<1>(KIND_BF16, rows);
-    const int32_t* lie[KEYS_AT_ONCE];
+    const Tile tile = tile_for<NARROW ? 0 : 1>(KIND_BF16, rows);
+    const int32_t *lie[KEYS_AT_ONCE], *wide[KEYS_AT_ONCE];
+    const auto head = [&](long h) { return HeadRows{0, rows, h * rows, h * rows}; };
+    if (NARROW) fetch_scales(kv, s.chunk.coming);
     for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
         group_rows(kv.k, places, key, lie);
-        for (long h = 0; h < heads; ++h)
-            score_group(lie, key + UNIT < keys ? 2 : 1, h * kv.row_bytes / 4, words,
-                        Share(ahead.keys + key / UNIT, h, heads, words), tile, s.q + h * rows * words, s.chunk.k,
-                        s.scores + h * rows * CHUNK + key);
+        for (long h = 0; h < heads; ++h) {
+            const Share share(ahead.keys + key / UNIT, h, heads, lines);
+            if (NARROW) widen_rows(kv, lie, h, share, s.chunk.wide, wide);
+            score_group<!NARROW>(NARROW ? wide : lie, key + UNIT < keys ? 2 : 1, NARROW ? 0 : h * kv.row_bytes / 4,
+                                 words, share, tile, s.q + h * rows * words, s.chunk.k,
+                                 s.scores + h * rows * CHUNK + key);
+        }
     }
     Weights weights[SCORE_ROWS];
-    const auto head = [&](long h) { return HeadRows{0, rows, h * rows, h * rows}; };
-    for (long h = 0; h < heads; ++h) weigh_rows(kv, shape, item, head(h), chunk * CHUNK, keys, s, weights + h * rows);
+    for (long h = 0; h < heads; ++h) {
+        if (NARROW) take_scales(kv, places, h, s.chunk);
+        weigh_rows(kv, shape, item, head(h), chunk * CHUNK, keys, s, weights + h * rows);
+    }
     __builtin_memset(s.part, 0, heads * rows * dim * sizeof(float));
     for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
         group_rows(kv.v, places, key, lie);
         const long count = least(KEYS_AT_ONCE, keys - key);
-        for (long h = 0; h < heads; ++h)
-            value_group(s.p + h * rows * CHUNK + key / 2, lie, kv.row_bytes, h, count, rows, dim,
-                        Share(ahead.values + key / UNIT, h, heads, words), s.part + h * rows * dim);
+        for (long h = 0; h < heads; ++h) {
+            const Share share(ahead.values + key / UNIT, h, heads, lines);
+            if (NARROW) widen_rows(kv, lie, h, share, s.chunk.wide, wide);
+            value_group<!NARROW>(s.p + h * rows * CHUNK + key / 2, NARROW ? wide : lie, NARROW ? 0 : h * kv.row_bytes,
+                                 count, rows, dim, share, s.part + h * rows * dim);
+        }
     }
     for (long h = 0; h < heads; ++h) take_parts(head(h), weights + h * rows, dim, s, parts);
 }

@@ -191,6 +191,19 @@ INLINE vf load_int8(const int8_t* p) {
 #endif
 }
 
+// int8 numbers as bfloat16, which holds them exactly.
+INLINE void widen_int8(const int8_t* from, long n, uint16_t* to) {
+    long i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        const __m512 low = (__m512)load_int8(from + i), high = (__m512)load_int8(from + i + LANES);
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+#endif
+    for (; i + LANES <= n; i += LANES) store_bf16(to + i, load_int8(from + i));
+    for (; i < n; ++i) to[i] = to_bf16(from[i]);
+}
+
 INLINE long round_up(long n, long step) { return (n + step - 1) / step * step; }
 INLINE long least(long a, long b) { return a < b ? a : b; }
 INLINE long most(long a, long b) { return a > b ? a : b; }

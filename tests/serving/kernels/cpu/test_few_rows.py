@@ -29,13 +29,22 @@ SHAPES = [
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_size", "new"), SHAPES)
 @pytest.mark.parametrize("company", [0, 7])
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
 def test_few_rows_have_the_bits_of_many(
-    kernels: cpu.Kernels, company: int, heads: int, kv_heads: int, head_dim: int, block_size: int, new: int, window: int
+    kernels: cpu.Kernels,
+    kind: Kind,
+    company: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    new: int,
+    window: int,
 ) -> None:
     blocks = -(-LENGTH // block_size)
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": head_dim}
     size = {"block_size": block_size, "blocks": 9 * blocks}
-    _, decoder = decoder_with(kernels, Kind.BF16, window=window, **shape, **size)
+    _, decoder = decoder_with(kernels, kind, window=window, **shape, **size)
     order = torch.randperm(9 * blocks, generator=torch.Generator().manual_seed(1)).tolist()
     tables = [order[i * blocks : (i + 1) * blocks] for i in range(9)]
 
@@ -54,15 +63,18 @@ def test_few_rows_have_the_bits_of_many(
 
 
 @pytest.mark.parametrize("at", ["first", "middle", "last"])
-def test_a_key_past_the_end_is_never_read(kernels: cpu.Kernels, at: str) -> None:
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.INT8])
+def test_a_key_past_the_end_is_never_read(kernels: cpu.Kernels, kind: Kind, at: str) -> None:
     """Its row in the last block may hold anything."""
     context = {"first": 1, "middle": 143, "last": 287}[at]
-    small, decoder = decoder_with(kernels, Kind.BF16, heads=9, kv_heads=3, head_dim=64, rotary_dim=64)
+    small, decoder = decoder_with(kernels, kind, heads=9, kv_heads=3, head_dim=64, rotary_dim=64)
     batch = RaggedBatch.build(tokens=[[0]], starts=[context - 1], block_tables=[list(range(18))], block_size=16)
     q = torch.randn(1, 9, 64)
     before = decoder.attention(0, batch, q)
-    for plane in (small.planes[0].k, small.planes[0].v):
-        plane.view(-1, 3, 64)[context:] = torch.nan
+    planes = small.planes[0]
+    for plane in (planes.k, planes.v) if kind is Kind.BF16 else (planes.k_scale, planes.v_scale):
+        assert plane is not None
+        plane.view(-1, 3, *plane.shape[3:])[context:] = torch.nan
     assert before.isfinite().all() and torch.equal(decoder.attention(0, batch, q), before)
 
 
