@@ -55,6 +55,7 @@ class CpuForward:
         self.form = f"cpu-{kernels.form}"
         cos, sin = rotary_tables(spec.rope, max_position)
         pack = partial(_pack, kernels, releases)
+        screen = _screen_of(model, kernels)  # before its weights go
         self.decoder = cpu.CpuDecoder(
             kernels,
             cpu.DecoderShape(
@@ -73,6 +74,7 @@ class CpuForward:
             cos=cos,
             sin=sin,
             kv=[cpu.KvPlanes(*layer) for layer in planes],
+            screen=screen,
         )
         self._logits = torch.empty(0, spec.vocab_size)
         self._progress = torch.zeros(1, dtype=torch.int32)
@@ -186,6 +188,19 @@ def _pack_head(model: Decoder, kernels: cpu.Kernels, releases: bool) -> cpu.Pack
     if releases:
         release(model.head)
     return packed
+
+
+def _screen_of(model: Decoder, kernels: cpu.Kernels) -> cpu.HeadScreen | None:
+    """What the best tokens are found by where the layers are INT8 and the head is not: half of its bytes once more.
+
+    Those who compress the layers want speed for memory's sake, and of what is left the head is the largest part.
+    """
+    head = model.head
+    narrow = any(isinstance(module, QuantizedLinear) for module in model.modules())
+    if not narrow or isinstance(head, QuantizedLinear) or getattr(head, "bias", None) is not None:
+        return None
+    weight = (model.embed if model.spec.tied_embeddings else head).weight.detach()
+    return kernels.screen(weight) if weight.dtype is torch.bfloat16 else None
 
 
 def _pack(

@@ -21,13 +21,14 @@ from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_
 from serving.kernels.cpu.form_choice import quickest_form
 from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
-from serving.kernels.cpu.weights import PackedExperts, PackedLinear, interleave
+from serving.kernels.cpu.weights import HeadScreen, PackedExperts, PackedLinear, interleave
 
 __all__ = [
     "ORDER",
     "CpuDecoder",
     "DecoderShape",
     "Finish",
+    "HeadScreen",
     "Kernels",
     "Kind",
     "KvPlanes",

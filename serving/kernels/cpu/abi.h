@@ -85,6 +85,13 @@ struct Layer {
     int32_t window;  // tokens a query sees, itself included; 0 means all
 };
 
+// What bounds the scores of a bfloat16 head without reading it: see screen.h.
+struct Screen {
+    Linear coarse;        // the head's weights in int8; `packed` null: there is none
+    const float* missed;  // [padded outputs]: length of what int8 misses of a channel's weights; infinite for padding
+    const float* kept;    // [padded outputs]: length of what it has of them
+};
+
 // A decoder of the Llama shape.
 struct Model {
     int32_t layers;
@@ -101,6 +108,7 @@ struct Model {
     const void* embedding;   // [vocab, hidden]
     const float* final_norm;
     Linear head;
+    Screen screen;
 };
 
 // KV of earlier tokens that others write while the step runs, layer by layer; serving.batch.layer_barrier mirrors it.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "experts.h"
+#include "screen.h"
 
 namespace {
 
@@ -49,6 +50,9 @@ struct Step {
     int* counters;         // [layers + 1]
     ExpertTeam experts;    // where a layer has some
     int* expert_counters;  // [layers][chunks of tokens][2]
+    Rows coarse;           // [threads][PARTS R], where the head is screened
+    Screened* screened;    // [threads][R]
+    float* highest;        // [R][panels of the head]
 
     Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
         : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
@@ -65,6 +69,10 @@ struct Step {
         const long expert_items = sparse ? model.layers * expert_chunks(tokens) * 2 : 0;
         expert_counters = arena.take<int>(expert_items);
         if (sparse) experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
+        const long rows = screens() ? batch.logits_count : 0, words = words_of(KIND_INT8, model.hidden);
+        coarse = {arena.take<int32_t>(threads * rows * PARTS * words), nullptr, words};
+        screened = arena.take<Screened>(threads * rows);
+        highest = arena.take<float>(rows * panels_of(model.head));
         local = arena.take<ThreadScratch>(threads);
         plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, window, 0.0f}, threads);
         for (int t = 0; t < threads; ++t) {
@@ -303,6 +311,33 @@ struct Step {
 
     // ---- logits and the whole ---------------------------------------------------------------------------------------
 
+    // Whether only the best tokens of a few rows are wanted, and there is what finds them in less than the whole head.
+    bool screens() const {
+        return model.screen.coarse.packed && results.greedy && !results.logits && !results.kept &&
+               batch.logits_count <= SCREENED_ROWS;
+    }
+
+    // `panels` of the head, those alone that may have a row's best token.
+    void screened_panels(const Rows& a, long rows, const Target& target, int thread) {
+        const long count = panels_of(model.head);
+        const Span mine = share(count, thread, threads);
+        Screened* const own = screened + thread * rows;
+        const Rows x = {coarse.row(thread * rows * PARTS), nullptr, coarse.words};
+        for (long i = 0; i < rows; ++i)  // each thread its own, and waits for nobody
+            own[i] = screen_row(reinterpret_cast<const uint16_t*>(a.row(i)), model.hidden, x.row(i * PARTS), x.words,
+                                local[thread].normed);
+        screen_panels(model.screen, x, rows, mine.first, mine.last, count, own, highest);
+        team_barrier(team);
+        for (long i = 0; i < rows; ++i) {
+            float bound = own[i].least;
+            for (int t = 0; t < threads; ++t) bound = __builtin_fmaxf(bound, screened[t * rows + i].least);
+            for (long panel = mine.first; panel < mine.last; ++panel)
+                if (!(highest[i * count + panel] < bound))
+                    linear_block(model.head, a, i, i + 1, panel, panel + 1, target);
+        }
+        team_barrier(team);
+    }
+
     void logits(int thread) {
         const long rows = batch.logits_count;
         if (rows == 0) return;
@@ -315,7 +350,10 @@ struct Step {
         for (long i = 0; i < rows; ++i) local[thread].best[i] = {-__builtin_inff(), 0};
         team_barrier(team);
         const Target target = {FINISH_LOGITS, results.logits, model.head.outputs, local[thread].best, results.kept};
-        panels(model.head, a, rows, target, thread);
+        if (screens())
+            screened_panels(a, rows, target, thread);
+        else
+            panels(model.head, a, rows, target, thread);
         if (thread != 0 || !results.greedy) return;
         for (long i = 0; i < rows; ++i) {
             Best best = local[0].best[i];

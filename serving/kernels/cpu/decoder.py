@@ -18,7 +18,7 @@ from torch import Tensor
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.cpu.extension import Kernels
 from serving.kernels.cpu.structures import STRUCTURES, Kind
-from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, address
+from serving.kernels.cpu.weights import HALF, PANEL, HeadScreen, PackedExperts, PackedLinear, address
 from serving.kernels.layer_weights import LayerWeights, MoeWeights
 
 CHUNK = 128  # keys, as in chunk.h
@@ -124,9 +124,11 @@ class CpuDecoder:
     cos: Tensor  # [positions, pairs] float32: that many leading dimensions of a head rotate, in halves
     sin: Tensor
     kv: Sequence[KvPlanes]
+    screen: HeadScreen | None = None  # of a bfloat16 head without a bias
 
     def __post_init__(self) -> None:
         self._check()
+        self._seen: tuple[RaggedBatch, Structure] | None = None
         self.layers, self.kv = tuple(self.layers), tuple(self.kv)  # the C side holds addresses
         self.experts = [PackedExperts(w.mlp) if isinstance(w.mlp, MoeWeights) else None for w in self.layers]
         self._check_experts()
@@ -142,6 +144,7 @@ class CpuDecoder:
             attention_scale=self.shape.head_dim**-0.5,
             layer=ctypes.addressof(self._layers),
             head=self.head.as_c(),
+            screen=STRUCTURES["Screen"]() if self.screen is None else self.screen.as_c(),
             **{name: address(getattr(self, name)) for name in ("cos", "sin", "embedding", "final_norm")},
         )
 
@@ -178,8 +181,14 @@ class CpuDecoder:
             barrier=None if batch.barrier is None else batch.barrier.address,
             **{output.value: out.data_ptr()},
         )
-        self.kernels.run("step", self._model, _batch(batch), results)
+        self.kernels.run("step", self._model, self._seen_as_c(batch), results)
         return out
+
+    def _seen_as_c(self, batch: RaggedBatch) -> Structure:
+        """`Batch` of abi.h; that of the last batch is kept, which steps that decode use again and again."""
+        if self._seen is None or self._seen[0] is not batch:
+            self._seen = batch, _batch(batch)
+        return self._seen[1]
 
     def over(self, kv: Sequence[KvPlanes]) -> CpuDecoder:
         """The same decoder, its weights shared, over other KV planes."""
@@ -250,6 +259,8 @@ class CpuDecoder:
                 fits &= outputs == (gate_up, shape.hidden) and w.mlp.down.inputs == shape.intermediate
             if not fits:
                 raise ValueError(f"a layer's projections do not fit {shape}")
+        if self.screen is not None and (self.head.kind is not Kind.BF16 or self.head.bias is not None):
+            raise ValueError("only a bfloat16 head without a bias is screened")
         if any(one.dtype != torch.float32 or not one.is_contiguous() for one in plain) or not embedding.is_contiguous():
             raise ValueError("norm weights and rotary tables must be contiguous float32, the embedding contiguous")
 

@@ -17,11 +17,13 @@ from torch import Tensor
 from serving.host_memory import HostMemory
 from serving.kernels.cpu.build import BuildError, build, find_compiler, prebuilt_path
 from serving.kernels.cpu.structures import Finish, Kind, declare, operations
-from serving.kernels.cpu.weights import HALF, PANEL, PackedExperts, PackedLinear, pad
+from serving.kernels.cpu.weights import HALF, PANEL, HeadScreen, PackedExperts, PackedLinear, pad
 
 log = logging.getLogger("millrace.kernels")
 
 WEIGHTS_MAPPED = 64 << 20  # bytes of weights that lie in one mapping
+ROWS_AT_ONCE = 4096  # of a head, while it is screened
+ABOVE = 1 + 1e-6  # so that rounding a bound to float32 does not lower it
 
 
 def default_threads() -> int:
@@ -110,6 +112,23 @@ class Kernels:
             bias=None if bias is None else pad(bias.float(), padded),
             rotation=rotation,
         )
+
+    def screen(self, weight: Tensor) -> HeadScreen:
+        """What finds the best of a head's scores, of its weights [outputs, inputs] bfloat16."""
+        assert weight.dtype is torch.bfloat16, "other heads are read whole"
+        outputs, padded = weight.shape[0], -(-weight.shape[0] // PANEL) * PANEL
+        rounded = torch.empty(weight.shape, dtype=torch.int8)
+        scale = torch.empty(outputs)
+        missed, kept = torch.full((padded,), torch.inf), torch.zeros(padded)
+        for first in range(0, outputs, ROWS_AT_ONCE):
+            rows = slice(first, min(first + ROWS_AT_ONCE, outputs))
+            exact = weight[rows].float()
+            scale[rows] = exact.abs().amax(dim=1) / 127
+            rounded[rows] = (exact / scale[rows, None]).nan_to_num().round().clamp(-127, 127).to(torch.int8)
+            held = rounded[rows].double() * scale[rows, None].double()
+            missed[rows] = ((exact.double() - held).norm(dim=1) * ABOVE).float()
+            kept[rows] = (held.norm(dim=1) * ABOVE).float()
+        return HeadScreen(coarse=self.pack(rounded, scale=scale), missed=missed, kept=kept)
 
     def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:
         """x [M, inputs] float32 to float32 [M, outputs], or [M, padded outputs / 2] with the SwiGLU finish.

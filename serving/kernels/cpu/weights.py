@@ -40,6 +40,23 @@ class PackedLinear:
         return STRUCTURES["Linear"](kind=self.kind, **shape, **arrays)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadScreen:
+    """What finds the best tokens of a bfloat16 head in half of its bytes, without changing one: see screen.h.
+
+    Of each output channel's weights, `coarse` has what int8 holds of them; lengths of vectors, float32 [padded
+    outputs]: `missed` of the rest, infinite for padding, and `kept` of what it holds.
+    """
+
+    coarse: PackedLinear
+    missed: Tensor
+    kept: Tensor
+
+    def as_c(self) -> Structure:
+        """`Screen` of abi.h."""
+        return STRUCTURES["Screen"](self.coarse.as_c(), self.missed.data_ptr(), self.kept.data_ptr())
+
+
 class PackedExperts:
     """A layer's experts as the kernels walk them: the weights, and the tables of their addresses."""
 

@@ -1,0 +1,90 @@
+// The best token of a few rows without reading the whole head: int8 weights bound every score, and only what may be the
+// best is multiplied by the head itself. The choice is the head's own, to the bit.
+//
+// For inputs x and a channel's weights w let x' and w' be what int8 holds of them. Then by Cauchy and Schwarz
+//   |x . w - x' . w'| = |x . (w - w') + (x - x') . w'| <= |x| |w - w'| + |x - x'| |w'|.
+// A row of x is held twice over, as what int8 has of it and as what that leaves: x - x' is next to nothing.
+#pragma once
+
+#include "rows.h"
+
+namespace {
+
+constexpr long SCREENED_ROWS = 8;  // of more rows products take longer than reading, and int8 has as many of them
+constexpr int PARTS = 2;           // int8 rows for a row
+constexpr int ROWS_A_TILE = TILE_ROWS / PARTS;
+constexpr float ROUNDING = 0x1p-22f;  // of a sum of products, for each of them: more than any form's
+constexpr float NOTHING = 1e-30f;     // more than what products lose that are too small to be numbers
+
+// One row of inputs as the screen multiplies it.
+struct Screened {
+    float scale[PARTS];
+    float missed;  // what a channel's `missed` counts times, and its `kept`
+    float kept;
+    float least;   // no best score lies below
+};
+
+INLINE float length_of(const float* x, long n) {
+    vf square = {};
+    long i = 0;
+    for (; i + LANES <= n; i += LANES) square = fma(load(x + i), load(x + i), square);
+    float sum = sum_lanes(square);
+    for (; i < n; ++i) sum += x[i] * x[i];
+    return __builtin_sqrtf(sum);
+}
+
+// What a row's bfloat16 inputs are to the screen: PARTS int8 rows of words, one after the other. `room` is of n floats.
+INLINE Screened screen_row(const uint16_t* x, long n, int32_t* words, long ld, float* room) {
+    Screened s = {};
+    for (long i = 0; i < n; ++i) room[i] = from_bf16(x[i]);
+    const float length = length_of(room, n), slack = float(n) * ROUNDING;
+    for (int part = 0; part < PARTS; ++part) {
+        int32_t* const to = words + part * ld;
+        encode_row(KIND_INT8, room, n, to, &s.scale[part]);
+        const int8_t* held = reinterpret_cast<const int8_t*>(to);
+        for (long i = 0; i < n; ++i) room[i] -= float(int8_t(held[i] - UNSIGNED_SHIFT)) * s.scale[part];
+    }
+    s.missed = length * (1.0f + slack);
+    s.kept = length_of(room, n) * (1.0f + slack) + length * slack;
+    s.least = -__builtin_inff();
+    return s;
+}
+
+// Bounds of all rows' scores for panels [panel0, panel1): highest[row][panel], and each row's `least` is raised to the
+// best of the lower bounds. `x` holds PARTS int8 rows for each of `rows`.
+INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long panel0, long panel1, long panels,
+                          Screened* row, float* highest) {
+    const Linear& w = screen.coarse;
+    const long words = words_of(KIND_INT8, w.inputs);
+    alignas(64) int32_t raw[TILE_ROWS * PANEL];
+    for (long panel = panel0; panel < panel1; ++panel) {
+        const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
+        for (long first = 0; first < rows; first += ROWS_A_TILE) {
+            const long count = least(ROWS_A_TILE, rows - first);
+            const Tile tile = tile_for(KIND_INT8, count * PARTS, first ? 0 : 2);
+            tile(x.row(first * PARTS), x.words, b, 0, words, b + AHEAD, raw, PANEL);
+            for (long r = 0; r < count; ++r) {
+                Screened& s = row[first + r];
+                vf high = splat(-__builtin_inff()), low = high;
+                for (int j = 0; j < PANEL; j += LANES) {
+                    const long at = panel * PANEL + j;
+                    vf sum = {};
+                    for (int part = 0; part < PARTS; ++part) {
+                        vi exact = load(raw + (r * PARTS + part) * PANEL + j);
+                        if (UNSIGNED_SHIFT) exact = exact - load(w.sums + at);
+                        sum = fma(to_float(exact), splat(s.scale[part]), sum);
+                    }
+                    const vf value = sum * load(w.scale + at);
+                    const vf error = load(screen.missed + at) * s.missed + load(screen.kept + at) * s.kept + NOTHING;
+                    high = maximum(value + error, high);
+                    low = maximum(value - error, low);
+                }
+                highest[(first + r) * panels + panel] = max_lanes(high);
+                const float bound = max_lanes(low);
+                if (bound > s.least && bound < __builtin_inff()) s.least = bound;
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,92 @@
+"""The best tokens that a screened head gives are those of the head read whole, to the bit, whatever the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.kernels import cpu
+from serving.kernels.cpu import Kind, StepOutput
+from tests.serving.kernels.cpu.formulas import SmallDecoder
+from tests.serving.kernels.cpu.test_decoder import PROMPT, batch_of
+
+ROWS = [1, 2, 6, 7, 8, 9]  # of a tile, of two, and more than are screened
+NEAR = 2.0**-7
+
+
+def near_ties(weight: Tensor) -> None:
+    """Every panel is the first but for last bits, which tell scores apart as int8 does not."""
+    first = weight[:32].clone()
+    for panel in weight.split(32):
+        panel.copy_(first[: len(panel)] * (1 + NEAR * torch.randint(-1, 2, panel.shape)))
+
+
+def all_below_zero(weight: Tensor) -> None:
+    weight.copy_(-weight.abs())
+
+
+def wide(weight: Tensor) -> None:
+    """One weight of each channel leaves int8 nothing for the others; one channel is nothing at all."""
+    weight[:, 3] = 500.0
+    weight[7] = 0.0
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("change", [near_ties, all_below_zero, wide, lambda _: None])
+def test_the_best_token_is_the_heads_own(kernels: cpu.Kernels, change: object, rows: int) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    assert callable(change)
+    change(small.head.weight)
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    for first in range(0, 200, 40):
+        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
+        expected = plain.step(batch, StepOutput.GREEDY)
+        logits = plain.step(batch)
+        assert expected.tolist() == logits.argmax(dim=1).tolist() and len(expected) == rows
+        assert torch.equal(screened.step(batch, StepOutput.GREEDY), expected)
+        assert torch.equal(screened.step(batch), logits)
+
+
+def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
+    """Else the numbers above would hold nothing against it."""
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    near_ties(small.head.weight)
+    plain, screen = small.build(kernels), kernels.screen(small.head.weight)
+    none = replace(screen, missed=screen.missed.where(screen.missed.isinf(), 0.0), kept=torch.zeros_like(screen.kept))
+    batches = [batch_of([(0, PROMPT[first : first + 8])], all_rows=True) for first in range(0, 200, 8)]
+    guessing = replace(plain, screen=none)
+    pairs = [(guessing.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY)) for batch in batches]
+    assert not all(torch.equal(guess, best) for guess, best in pairs)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3e38])
+def test_what_is_no_number_has_no_token(kernels: cpu.Kernels, value: float) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    small.final_norm[5] = value
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    batch = batch_of([(0, PROMPT[:3])], all_rows=True)
+    assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+
+
+def test_bounds_hold_every_score_and_leave_most_out(kernels: cpu.Kernels) -> None:
+    """What a screen holds of a head: within its bounds of each channel, and not far."""
+    weight = torch.randn(1000, 256).to(torch.bfloat16)
+    screen = kernels.screen(weight)
+    scale = screen.coarse.scale
+    assert scale is not None
+    held = torch.clamp((weight.float() / scale[:1000, None]).round(), -127, 127).double() * scale[:1000, None].double()
+    missed = (weight.double() - held).norm(dim=1)
+    assert (missed <= screen.missed[:1000]).all() and (missed * 1.01 > screen.missed[:1000]).all()
+    assert (held.norm(dim=1) <= screen.kept[:1000]).all()
+    assert screen.missed[1000:].isinf().all() and len(screen.missed) % 32 == 0
+
+
+def test_only_a_bfloat16_head_is_screened(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.F32, kv_kind=Kind.F32)
+    with pytest.raises(ValueError, match="bfloat16 head"):
+        replace(small.build(kernels), screen=kernels.screen(small.head.weight.to(torch.bfloat16)))
