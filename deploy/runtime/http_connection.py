@@ -116,6 +116,7 @@ class HttpConnection(HttpToolsProtocol):
         """The client has left, or wants to hear no more than what was written: the transport closes after that."""
         self.pipeline.clear()
         self._end_running()
+        self._answered()
         self.watch.closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -133,6 +134,10 @@ class HttpConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self.watch.stop()
         super().resume_writing()
+        if self._running is None:
+            self._answered()
+        if self.transport.is_closing():
+            self.watch.closing()  # what is left fits our buffer, and may stay there
 
     # ---- the parser's side
 
@@ -238,12 +243,19 @@ class HttpConnection(HttpToolsProtocol):
             else:
                 await send(message)
 
-        await app(scope, receive, send_early)
+        try:
+            await app(scope, receive, send_early)
+        finally:
+            if self._running is cycle and cycle.response_started:  # it broke off, and nothing else tells us so
+                self._running = None
+                self._answered()
+                self._close()
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
         self._running = None
         if self.transport.is_closing():
+            self._answered()
             self.watch.closing()
         elif self._early:
             self.table.ended[ConnectionEnd.BODY_UNREAD] += 1
@@ -263,10 +275,22 @@ class HttpConnection(HttpToolsProtocol):
         """The server stops: the request that is being answered is the last."""
         self.pipeline.clear()
         if self._running is None:
-            self.transport.close()
-            self.watch.closing()
+            self._close()
         else:
             self._running.keep_alive = False
+
+    def _answered(self) -> None:
+        """No request is being answered. One whose answer is larger than what waits for the client is idle when the
+        client has taken the most of it: to make room, it would be cut off.
+        """
+        if not self.flow.write_paused:
+            self.table.idle(self)
+
+    def _close(self) -> None:
+        """End it as soon as the client has what was written, or takes nothing of that any more."""
+        if not self.transport.is_closing():
+            self.transport.close()
+        self.watch.closing()
 
     def _end_running(self) -> None:
         """For the request that is being answered, the client has left."""
@@ -291,8 +315,8 @@ class HttpConnection(HttpToolsProtocol):
                 self._end_running()
                 if begun:
                     self.table.ended[end] += 1
-                    self.transport.close()
-                    self.watch.closing()
+                    self._answered()
+                    self._close()
                     return
         if self._running is None:
             self._say(end)
@@ -336,7 +360,7 @@ class HttpConnection(HttpToolsProtocol):
         self._stop_timer()
         self._timer_end = end
         self._timer = self.loop.call_later(seconds, self._late)
-        self.table.idle(self)
+        self._answered()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -346,10 +370,11 @@ class HttpConnection(HttpToolsProtocol):
     def _late(self) -> None:
         if self._timer_end is ConnectionEnd.HEADER_TIMEOUT:
             self._refuse(ConnectionEnd.HEADER_TIMEOUT)
-            return
-        self.table.ended[self._timer_end] += 1
-        self.transport.close()
-        self.watch.closing()
+        elif self.flow.write_paused:  # it still takes the answer before: its own time goes on from there
+            self._wait_for(ConnectionEnd.KEEP_ALIVE, self.limits.keep_alive_timeout)
+        else:
+            self.table.ended[self._timer_end] += 1
+            self._close()
 
     def _unread(self) -> None:
         self.table.ended[ConnectionEnd.SEND_TIMEOUT] += 1
