@@ -1,7 +1,7 @@
 """The leader's hold on ranks that share a model with it and have a device each.
 
-They are started, told and ended as other ranks are (layout_group); what is theirs is KV on their own devices, and a
-forward pass that is made on all of them at once. It knows no sequences.
+They are started, told and ended as other ranks are (layout_group); what is theirs is KV on their own devices, which
+`lanes` reach beside the steps, and a forward pass that is made on all of them at once. It knows no sequences.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from serving.device_memory import DeviceMemory, MemoryReading
 from serving.expert_parallel.exchange import RankLost
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from serving.rank_group.beside import Lanes
 from serving.rank_group.child import RankProcess
 from serving.rank_group.device_messages import LoadOnDevice, MakeForward, MeetOnDevices, ReadMemory, Ready, RunOnDevice
 from serving.rank_group.layout_group import LayoutGroup
@@ -29,6 +30,7 @@ from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS
 from serving.streams import recorded, streams_of
 from serving.temporary import temporary_folder
 
+LANES = 4  # how many copies of KV may be under way at once
 LOOK_SECONDS = 0.1  # between looks whether a rank has ended, while graphs are captured
 MEMORY_SECONDS = 60.0  # that a rank may take to say what its device holds
 # What libraries on devices are told by: names that begin so go to the ranks as they are here.
@@ -47,9 +49,11 @@ class GroupOnDevices(LayoutGroup):
         """Starts their processes."""
         self.device, self.gpus = device, gpus
         super().__init__(layout, deadline)
+        lanes = [[other.lanes[number] for other in self.others] for number in range(LANES)]
+        self.lanes = Lanes(lanes, deadline, self._lose)
 
     def _started(self, rank: int) -> RankProcess:
-        return RankProcess(rank, self._environ(rank))
+        return RankProcess(rank, self._environ(rank), LANES)
 
     def _environ(self, rank: int) -> Mapping[str, str]:
         told = {name: value for name, value in os.environ.items() if name.startswith(TOLD_BY)}
@@ -76,7 +80,7 @@ class GroupOnDevices(LayoutGroup):
         self._own = join(FileStore(str(order.store), self.size))
         self._ready(2 * MEETING_SECONDS)
 
-    def make_forward(self, orders: Sequence[MakeForward], make: Callable[[], Made]) -> Made:
+    def make_forward(self, orders: Mapping[int, MakeForward], make: Callable[[], Made]) -> Made:
         """What `make` makes here, while each other rank does what `orders` say for it, by rank; all of it is computed.
 
         Raises RankLost, and ValueError where a rank, or this one, cannot.

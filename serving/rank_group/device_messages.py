@@ -5,13 +5,16 @@ They are pickled: they hold numbers and arrays, and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from serving.config import EngineConfig
 from serving.device_memory import MemoryReading
-from serving.kvspec import LayerKV
+from serving.model.decoder import Planes
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.messages import PackedBatch
 
@@ -39,14 +42,28 @@ class MeetOnDevices:
     deadline: float
 
 
+class RankKV(Protocol):
+    """The KV that a rank keeps on its device."""
+
+    @property
+    def planes(self) -> Sequence[Planes]: ...
+
+    def does(self, word: Any) -> object:
+        """What the leader asks of it beside the steps, on any thread."""
+
+
+KeepKV = Callable[[torch.device], RankKV]
+"""Makes it, in the rank's process. Raises ValueError where it cannot."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeForward:
-    """Give up the KV and the forward pass there were, and make others: of `blocks` of KV, as `specs` lay this rank's
-    out. All ranks do so at once, the leader too. Answered by Ready.
+    """Give up the KV and the forward pass there were, and make others, over what `keep` makes.
+
+    All ranks do so at once, the leader too. Answered by Ready.
     """
 
-    specs: Sequence[LayerKV]
-    blocks: int
+    keep: KeepKV
     config: EngineConfig
     max_position: int
 

@@ -1,7 +1,7 @@
-"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR LEADER`.
+"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR LEADER [LANE …]`.
 
-It does what the leader, process LEADER, says on the socket it inherits, and leaves when that closes or the process
-ends; signals that ask a process to leave are the leader's to hear. It holds no sequences and draws no tokens.
+It does what the leader, process LEADER, says on the sockets it inherits, and leaves when the first closes or the
+process ends; signals that ask a process to leave are the leader's to hear. It holds no sequences and draws no tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,14 +126,17 @@ class FollowingRank:
         return EpochBegun()
 
 
-def serve(channel: Channel) -> None:
-    """Do what the leader says until it closes the channel. Raises ChannelClosed; RankLost of a group with a layout."""
+def serve(channel: Channel, lanes: Sequence[Channel] = ()) -> None:
+    """Do what the leader says until it closes the channel, and beside it what comes by its `lanes`.
+
+    Raises ChannelClosed; RankLost of a group with a layout.
+    """
     order: LoadShare | LoadLayout | LoadOnDevice = channel.receive(None)
     if isinstance(order, LoadLayout):
         serve_layout(channel, order)
         return
     if isinstance(order, LoadOnDevice):
-        serve_on_device(channel, order)
+        serve_on_device(channel, lanes, order)
         return
     torch.set_num_threads(order.threads)
     loaded = _loaded(channel, order)
@@ -198,12 +202,13 @@ def main() -> int:
     for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
         signal.signal(number, signal.SIG_IGN)
     setup_helper(os.environ)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    watching = leave_with(int(sys.argv[2]))
+    theirs, parent, *beside = map(int, sys.argv[1:])
+    channel, *lanes = (Channel(socket.socket(fileno=file)) for file in (theirs, *beside))
+    watching = leave_with(parent)
     if watching is None:
         return 0
     try:
-        serve(channel)
+        serve(channel, lanes)
     except ChannelClosed:  # the leader has left, maybe without a chance to remove what it made
         remove_temporary_folders()
         return 0
