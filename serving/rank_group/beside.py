@@ -17,10 +17,9 @@ from serving.channel import Channel, ChannelClosed, ChannelLate
 from serving.errors import MISTAKES
 from serving.expert_parallel.exchange import RankLost
 from serving.rank_group.child import RankLine
+from serving.rank_group.loading import ANSWER_SECONDS
 
 log = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from serving.parallel.layout import ParallelLayout
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_group import GroupOnDevices
 from serving.rank_group.device_messages import KeepKV, MakeForward
-from serving.rank_group.device_rank import connect, load_device_share
 from serving.rank_group.layout_leader import check_layout, flags_of
+from serving.rank_group.layout_rank import connect, load_layout_share
+from serving.rank_group.loading import load_together
 from serving.rank_group.share import LEADER
 
 log = logging.getLogger(__name__)
@@ -60,19 +62,11 @@ def load_on_devices(
     where the ranks cannot work together.
     """
     group = GroupOnDevices(layout, deadline, device, gpus)
-    loaded: ModelOnDevices | None = None
-    try:
-        group.load(path, dtype)
-        own = load_device_share(path, dtype, layout, LEADER, device)
-        group.loaded()
-        values = {one.name: getattr(own, one.name) for one in fields(own)}
-        loaded = ModelOnDevices(**values, ranks=group, layout=layout)
-        return loaded
-    except RankLost as lost:
-        raise ValueError(f"the model is not loaded: {lost}") from lost
-    finally:
-        if loaded is None:
-            group.close()
+
+    def own() -> LoadedModel:
+        return load_layout_share(group.share_of(LEADER, path, dtype))
+
+    return load_together(group, path, dtype, own, partial(ModelOnDevices, ranks=group, layout=layout))
 
 
 def join_devices(
@@ -92,7 +86,7 @@ def join_devices(
         for other in ranks.others
     }
     try:
-        ranks.join(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
+        ranks.meet(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
         own = ranks.make_forward(orders, lambda: make_forward(shared, planes, config, max_position))
     except (RankLost, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error

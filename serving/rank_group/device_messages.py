@@ -7,39 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from serving.config import EngineConfig
-from serving.device_memory import MemoryReading
 from serving.model.decoder import Planes
-from serving.parallel.layout import ParallelLayout
+from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.messages import PackedBatch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOnDevice:
-    """Load what this rank of the layout holds of the model at `path` onto `device`. Answered by ShareLoaded."""
-
-    path: Path
-    dtype: str
-    rank: int
-    layout: ParallelLayout
-    device: str
-    threads: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeetOnDevices:
-    """Meet the others by way of the file `store`. Answered by Ready.
-
-    `deadline` are the seconds that a rank may keep others waiting in a step.
-    """
-
-    store: Path
-    deadline: float
+class LoadOnDevice(LoadLayout):
+    """The same onto the rank's `device`, where it will also keep the KV of its heads."""
 
 
 class RankKV(Protocol):
@@ -69,13 +48,6 @@ class MakeForward:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """It is done; or `error` says why it cannot be, and the rank leaves."""
-
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ReadMemory:
     """Answered by the MemoryReading of this rank's device."""
 
@@ -91,6 +63,3 @@ class RunOnDevice:
     batch: PackedBatch
     head: bool
     launched: bool
-
-
-Answer = Ready | MemoryReading

@@ -9,7 +9,6 @@ Shapes: R rows of the batch whose logits or hidden states are wanted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -24,46 +23,18 @@ from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.choose import make_forward
 from serving.forward.forward import Forward
-from serving.loader.loading import LoadedModel, load
-from serving.model.decoder import Decoder
-from serving.parallel.applying import apply_parallel
-from serving.parallel.holding import hold_share
+from serving.loader.loading import LoadedModel
 from serving.parallel.joining import ParallelRank
-from serving.parallel.layout import ParallelLayout
 from serving.rank_group.beside import serve_lane
-from serving.rank_group.device_messages import (
-    LoadOnDevice,
-    MakeForward,
-    MeetOnDevices,
-    RankKV,
-    ReadMemory,
-    Ready,
-    RunOnDevice,
-)
-from serving.rank_group.layout_messages import LayoutDone
-from serving.rank_group.messages import ShareLoaded
+from serving.rank_group.device_messages import LoadOnDevice, MakeForward, RankKV, ReadMemory, RunOnDevice
+from serving.rank_group.layout_messages import LayoutDone, Meet, Ready
+from serving.rank_group.layout_rank import connect, load_layout_share
+from serving.rank_group.loading import ANSWER_SECONDS, loaded_share
 from serving.rank_group.parts import unpack
 from serving.streams import recorded, streams_of
 from serving.temporary import also_ours
 
-ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 NO_ROWS = np.empty(0, np.uint8)  # every rank has what the leader has
-
-
-def load_device_share(path: Any, dtype: str, layout: ParallelLayout, rank: int, device: str) -> LoadedModel:
-    """The rank's rows and columns of the model at `path`. Raises ValueError as `load` does."""
-    return load(path, dtype, device, layout=partial(hold_share, layout=layout, rank=rank))
-
-
-def connect(model: Decoder, layout: ParallelLayout, rank: int, store: FileStore, deadline: float) -> ParallelRank:
-    """Meet the other ranks by way of this rank's device, and let `model` compute with theirs.
-
-    Raises RankLost, StoreUnavailable, and ValueError where torch has no NCCL.
-    """
-    device = model.embed.weight.device
-    ranks = ParallelRank.join(layout, rank, store, deadline=deadline, device=device)
-    apply_parallel(model, ranks)
-    return ranks
 
 
 def compute(forward: Forward, batch: RaggedBatch, *, head: bool, launched: bool) -> None:
@@ -132,7 +103,7 @@ def serve_on_device(channel: Channel, lanes: Sequence[Channel], order: LoadOnDev
     Raises ChannelClosed, RankLost.
     """
     torch.set_num_threads(order.threads)
-    loaded = _loaded(channel, order)
+    loaded = loaded_share(channel, lambda: load_layout_share(order))
     rank = None if loaded is None else _met(channel, loaded, order)
     if rank is not None:
         for number, lane in enumerate(lanes):
@@ -144,20 +115,9 @@ def serve_on_device(channel: Channel, lanes: Sequence[Channel], order: LoadOnDev
             return
 
 
-def _loaded(channel: Channel, order: LoadOnDevice) -> LoadedModel | None:
-    """The share of the model; None where the leader has been told why there is none."""
-    try:
-        loaded = load_device_share(order.path, order.dtype, order.layout, order.rank, order.device)
-    except (ValueError, OSError, RuntimeError) as error:  # a device that is not there, or has no room
-        channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
-        return None
-    channel.send(ShareLoaded(sum(one.nbytes for one in loaded.model.parameters())), ANSWER_SECONDS)
-    return loaded
-
-
 def _met(channel: Channel, loaded: LoadedModel, order: LoadOnDevice) -> DeviceRank | None:
     """The rank ready for a forward pass; None where the leader has been told why it is not."""
-    meeting: MeetOnDevices = channel.receive(None)
+    meeting: Meet = channel.receive(None)
     also_ours(meeting.store.parent)
     try:
         store = FileStore(str(meeting.store), order.layout.ranks)

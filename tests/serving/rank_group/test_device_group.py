@@ -30,8 +30,9 @@ from serving.rank_group import device_group
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_leader import ModelOnDevices, join_devices, load_on_devices
 from serving.rank_group.device_messages import MakeForward, RankKV, RunOnDevice
-from serving.rank_group.device_rank import compute, connect
+from serving.rank_group.device_rank import compute
 from serving.rank_group.layout_messages import LayoutDone
+from serving.rank_group.layout_rank import connect
 from serving.rank_group.share import LEADER
 from tests.fakes.awake import retaken
 from tests.serving.rank_group.groups import BLOCK, BLOCKS_EACH, DEADLINE, LENGTHS, Side, alone, exists
@@ -129,7 +130,7 @@ def test_a_rank_that_cannot_make_its_part_says_why(noticed: str, tmp_path: Path)
                 raise RankLost(1, "its connection is broken")
 
         kv = own_kv(shared)
-        shared.ranks.join(lambda store: connect(shared.model, shared.layout, LEADER, store, DEADLINE))
+        shared.ranks.meet(lambda store: connect(shared.model, shared.layout, LEADER, store, DEADLINE))
         order = MakeForward(keep=kv.keep(1), config=EngineConfig(block_size=BLOCK, kernels="compiled"), max_position=64)
         with pytest.raises(ValueError, match="rank 1: --kernels compiled: "):
             shared.ranks.make_forward({1: order}, make)
