@@ -93,14 +93,15 @@ def test_a_mistake_is_told_and_the_lane_goes_on(where: str) -> None:
 
 def test_a_rank_that_is_late_is_lost_to_all_that_follow() -> None:
     """It may still be at the first word, whose place in memory another must not take."""
-    release = threading.Event()
+    release, begun = threading.Event(), list[str]()
     try:
         with lanes_to(lambda _: release.wait(SECONDS), seconds=0.1) as (lanes, lost):
-            for _ in range(2):
+            for word in ("first", "second", "third"):
                 with pytest.raises(RankLost, match="rank 1"), lanes.one() as lane:
-                    lane.together([1], "a", nothing)
-            assert len(lost) == 1, "told once"
-            release.set()
+                    lane.together([1], word, lambda: begun.append(word))  # noqa: B023 - called before it is over
+                if word == "second":
+                    release.set()  # its late answer is nobody's
+            assert begun == ["first"] and len(lost) == 1, "told once"
     finally:
         release.set()
 
