@@ -27,7 +27,6 @@ from deploy.runtime.settings import (
     Settings,
     check_heartbeats,
     check_ranks,
-    check_role,
     read_settings,
 )
 from deploy.runtime.signals import leave_at_once_on_signals
@@ -205,8 +204,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for role in _roles(given):
             decodes = role is Role.DECODE or parsed.command == Role.MIXED
             check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
-        if parsed.command in WORKERS:
-            check_role(Role(parsed.command), settings.model_config.of(parsed.command))
         grpc_tls(settings.security)
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)

@@ -27,7 +27,7 @@ from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.devices import use_device
 from deploy.runtime.http_server import bind, open_status_door
 from deploy.runtime.open_doors import check_api, check_grpc
-from deploy.runtime.settings import Settings, check_role
+from deploy.runtime.settings import Settings
 from deploy.runtime.signals import on_signals
 from deploy.runtime.supervisor import CHILD_MODULE, Supervisor
 from kvcache.pool.node import PoolNode
@@ -168,7 +168,6 @@ async def serve_front(settings: Settings, children: Children, below: MakeBelow =
     path = resolve(settings.model)
     for group in children.workers:
         config = group.settings.model_config.of(group.role)
-        check_role(group.role, config)
         _check_model(path, config)
         if config.load_format != "pool":
             check_weights(path)  # else each worker would begin, find that, end and begin again

@@ -7,6 +7,7 @@ It knows flags and environments, and imports no torch.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -16,6 +17,8 @@ from serving.config import ModelConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NODES = "nvidia[0-9]*"  # in /dev, one for each GPU of the host or of the container
+PARAVIRTUAL = "dxg"  # there instead, one for all GPUs, under WSL2
+LIST, LIST_SECONDS = ("nvidia-smi", "--list-gpus"), 20.0
 
 
 def visible_devices(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
@@ -24,7 +27,19 @@ def visible_devices(environ: Mapping[str, str], devices: Path = Path("/dev")) ->
     if named is not None:
         names = [name.strip() for name in named.split(",") if name.strip()]
         return list(takewhile(lambda name: name != "-1", names))  # CUDA sees none from there on
-    return [str(number) for number in range(len(list(devices.glob(NODES))))]
+    count = len(list(devices.glob(NODES)))
+    if not count and (devices / PARAVIRTUAL).exists():
+        count = _listed()
+    return [str(number) for number in range(count)]
+
+
+def _listed() -> int:
+    """How many GPUs the driver's own tool lists; none where it does not say."""
+    try:
+        told = subprocess.run(LIST, capture_output=True, text=True, check=True, timeout=LIST_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in told.splitlines())
 
 
 def asked_index(device: str) -> int | None:

@@ -17,7 +17,6 @@ from serving.config import (
     PoolConfig,
 )
 from serving.log_config import LogConfig
-from serving.messages import Role
 from serving.options import ConfigError, build, load_file, names
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
@@ -80,15 +79,6 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
     if model.rank_flags and model.device == "cpu":
         check_kernels(engine, model.rank_flags)
     model.eplb()  # wrong words are told before anything is loaded
-
-
-def check_role(role: Role, model: ModelConfig) -> None:
-    """Raises ValueError for a worker that would hand KV over, and cannot."""
-    if role is not Role.MIXED and model.rank_flags and model.device != "cpu":
-        raise ValueError(
-            f"{model.rank_flags} with --device {model.device}: each GPU keeps the KV of its heads, and a {role} worker"
-            " would hand it over, which is not done yet: choose --mixed, or one GPU a worker"
-        )
 
 
 def check_kernels(engine: EngineConfig, rank_flags: str) -> None:

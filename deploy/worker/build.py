@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -20,16 +20,12 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.tpot_bound import DECODE_SHARE, MIXED_SHARE, LeaseBound, TpotBound
 from decode.worker import DecodeWorker
-from deploy.runtime.settings import check_role
 from deploy.worker.computing import (
-    StaysHere,
     device_memory,
     forward_of,
-    hands_over,
-    kept_here,
     lead_ranks,
+    most_kept,
     other_devices,
-    pairs_as,
     ranks_of,
     sampler_of,
 )
@@ -66,7 +62,7 @@ from serving.engine.step_meter import StepMeter
 from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
 from serving.forward.forward import Forward
-from serving.grammar.grammars import GrammarCompiler, Grammars
+from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
 from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
@@ -124,7 +120,8 @@ def build_worker(
 
     Call on a running event loop. Raises ValueError for settings that clash, and where memory lacks.
     """
-    _check(role, model_config, config)
+    if config.deterministic and config.kv_wire != "auto":
+        raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
     spec, kv_dtype = model.spec, model.dtype if model_config.kv_cache_dtype == "auto" else "int8"
     specs, drafts = spec.kv_layers(kv_dtype), drafts or load_draft_parts(role, model, model_config, config)
     rehearsal = Rehearsal(model, specs, context_limit(model, model_config, MANY), make_forward)
@@ -143,14 +140,14 @@ def build_worker(
         role=role,
         model=str(model.path),
         fingerprint=layout(kv_dtype)[0],
-        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form + pairs_as(model)),
+        pairing=layout_fingerprint(model.fingerprint, specs if config.deterministic else (), form + GRAMMAR_VERSION),
         kv_dtype=kv_dtype,
         max_model_len=limit,
         long_rope_after=spec.long_rope_after,
         ranks=ranks_of(model),
     )
     others: dict[str, Forward] = {}  # for prompts of decode workers that keep KV in another dtype (prefill.worker)
-    if role is not Role.DECODE and hands_over(model) and device_kv.can_keep("int8"):
+    if role is not Role.DECODE and device_kv.can_keep("int8"):
         others["int8"] = forward.over(device_kv.kept_as("int8").planes)
     sampler, where = sampler_of(forward), (config.block_size, model_config.device, locations.host)
     runner = ModelRunner(forward, spec, *where, sampler, others, drafting.computed)
@@ -165,21 +162,9 @@ def build_worker(
         grammars=grammars,
         proposer=drafting.proposer,
     )
-    worker = assemble(identity, config, locations, parts, links if hands_over(model) else _staying(links))
+    worker = assemble(identity, config, locations, parts, links)
     lead_ranks(worker, model)
     return worker
-
-
-def _check(role: Role, model_config: ModelConfig, config: EngineConfig) -> None:
-    """Raises ValueError for settings that clash."""
-    check_role(role, model_config)
-    if config.deterministic and config.kv_wire != "auto":
-        raise ValueError("--kv-wire int8 changes bits, which --deterministic promises not to happen")
-
-
-def _staying(links: WorkerLinks) -> WorkerLinks:
-    """Those of a worker whose KV does not leave it."""
-    return replace(links, dialer=StaysHere(), pool_link=None)
 
 
 def _guessed(model: LoadedModel, specs: Sequence[LayerKV], device: str) -> StepCost:
@@ -195,7 +180,7 @@ def kv_memory(
     memory = kv_cache_bytes(
         config, device, partial(rehearsal.over_one_block, config, device), other_devices(rehearsal.model)
     )
-    blocks = config.num_kv_blocks or blocks_in(memory, [*kept_here(model, specs), *drafts], size)
+    blocks = config.num_kv_blocks or blocks_in(memory, [*most_kept(model, specs), *drafts], size)
     plan = plan_host(specs, blocks, size, config.host_kv_memory) if config.host_kv_memory else None
     device_kv = device_memory(model, specs, plan.device_blocks if plan else blocks, config, device)
     windows = [model.spec.window(layer) for layer in range(model.spec.layers)]

@@ -8,24 +8,20 @@ from functools import partial
 
 from deploy.runtime.settings import check_kernels
 from deploy.worker.worker import Worker
-from kvcache.memory.device import DeviceKV
+from kvcache.memory.device import DeviceKV, token_bytes
+from kvcache.memory.ranked_kv import RankedKV, kept_by
 from serving.config import EngineConfig
 from serving.device_memory import DeviceMemory
-from serving.errors import StaleLease
 from serving.forward.choose import make_forward, make_sampler
 from serving.forward.cpu_forward import CpuForward
 from serving.forward.forward import Forward
-from serving.grammar.grammars import GRAMMAR_VERSION
 from serving.kvspec import LayerKV
-from serving.links import HandoffDialer, HandoffLink
 from serving.loader.loading import LoadedModel
-from serving.messages import LeaseGrant
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_leader import ModelOnDevices, join_devices
 from serving.rank_group.layout_leader import DividedModel, flags_of, join_layout
 from serving.rank_group.leader import SpreadModel, join_group
 from serving.rank_group.ranks import RankGroup
-from serving.rank_group.share import LEADER
 from serving.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -36,34 +32,27 @@ def device_memory(
 ) -> DeviceKV:
     """KV of so many blocks, in memory that all ranks of the model share where it has several.
 
-    Of ranks that have a device each, what this one keeps of it.
+    Of ranks that have a device each, what this one keeps lies here, and what is copied is that of all.
     """
     if isinstance(model, SpreadModel | DividedModel):
         planes = model.ranks.share_planes(specs, blocks, config.block_size)
         return DeviceKV(specs, blocks, config.block_size, planes=planes)
-    return DeviceKV(kept_here(model, specs), blocks, config.block_size, device)
+    if isinstance(model, ModelOnDevices):
+        ranks = model.ranks
+        return RankedKV(specs, blocks, config.block_size, device, ranks=ranks.size, lanes=ranks.lanes)
+    return DeviceKV(specs, blocks, config.block_size, device)
 
 
-def kept_here(model: LoadedModel, specs: Sequence[LayerKV]) -> Sequence[LayerKV]:
-    """What of the whole model's KV, `specs`, lies in this process's memory."""
-    return model.kept_by(LEADER, specs) if isinstance(model, ModelOnDevices) else specs
+def most_kept(model: LoadedModel, specs: Sequence[LayerKV]) -> Sequence[LayerKV]:
+    """What of the whole model's KV, `specs`, one process's memory holds: of several that of the one that keeps most."""
+    if not isinstance(model, ModelOnDevices):
+        return specs
+    return max((kept_by(rank, model.ranks.size, specs) for rank in range(model.ranks.size)), key=token_bytes)
 
 
-def hands_over(model: LoadedModel) -> bool:
-    """Whether KV of this worker can leave it: not where several devices have some heads of it each."""
-    return not isinstance(model, ModelOnDevices)
-
-
-def pairs_as(model: LoadedModel) -> str:
-    """What a worker's pairing has beside its model's: grammars, and that those whose KV stays pair with their like."""
-    return GRAMMAR_VERSION + ("" if hands_over(model) else " stays")
-
-
-class StaysHere(HandoffDialer):
-    """Of a worker whose KV does not leave it: a router that knows no better places the request again."""
-
-    def dial(self, grant: LeaseGrant, generation: str = "") -> HandoffLink:
-        raise StaleLease("KV of ranks on several devices is not handed over", code="stays")
+def packed_on(model: LoadedModel, device: str) -> str:
+    """The device that KV is packed on as it is handed over: what several devices have meets in host memory."""
+    return "cpu" if isinstance(model, ModelOnDevices) else device
 
 
 def other_devices(model: LoadedModel) -> Sequence[DeviceMemory]:
@@ -88,7 +77,8 @@ def forward_of(
         log.info("computing with torch: the model is shared by %d ranks", model.ranks.size)
         return join_layout(model, device_kv.planes)
     if isinstance(model, ModelOnDevices):
-        return join_devices(model, device_kv.specs, device_kv.planes, config, max_position)
+        assert isinstance(device_kv, RankedKV), "KV of one process"
+        return join_devices(model, device_kv.planes, device_kv.keep, config, max_position)
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position, releases=releases)
     check_kernels(config, f"--data-parallel-size {model.ranks.configured}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deploy.worker.computing import kept_here, sampler_of
+from deploy.worker.computing import device_memory, sampler_of
 from kvcache.memory.device import DeviceKV
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
@@ -108,7 +108,7 @@ class Rehearsal:
 
     def over_one_block(self, config: EngineConfig, device: str) -> Forward:
         """The forward pass of the largest step, tuned and captured, over a block of KV."""
-        block = DeviceKV(kept_here(self.model, self.specs), 1, config.block_size, device)
+        block = device_memory(self.model, self.specs, 1, config, device)
         forward = self.make_forward(self.model, block, config, self.longest)
         return rehearsed(forward, config, self.model.spec.vocab_size, device)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deploy.runtime.settings import Settings, check_ranks
 from deploy.worker.build import MakeForward, WorkerLinks, build_worker
-from deploy.worker.computing import KeptForward
+from deploy.worker.computing import KeptForward, packed_on
 from deploy.worker.proposers import DraftParts, load_draft_parts
 from deploy.worker.worker import Worker
 from kvcache.handoff.dialer import Dialer
@@ -102,7 +102,7 @@ class WorkerMaker:
     async def _build(self, role: Role, drafts: DraftParts, name: str | None, stack: AsyncExitStack) -> Worker:
         """The worker with its ways to others, which `stack` closes, and stops it unless it has crashed."""
         settings, key, transport = self.settings, self.settings.cluster.cluster_key, self.kv_transport
-        device = settings.model_config.of(role).device
+        device = packed_on(self.model, settings.model_config.of(role).device)
         dialer = Dialer(cluster_key=key, kv_transport=transport, tls=self.tls, device=device)
         if role is not Role.DECODE:
             await dialer.prepare()

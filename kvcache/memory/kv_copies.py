@@ -8,7 +8,6 @@ Not under a lock, nor on the event loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from math import gcd
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from kvcache.memory.device_room import DevicePayload, DeviceRoom
 from kvcache.memory.host_copy import Bytes, cells_of, shaped, take_blocks
+from kvcache.memory.packed_planes import PackedPlanes, Piece
 from kvcache.memory.staging_ring import KV_AT, MOST_BLOCKS, PLACE_BYTES, StagingPlace, ring_of, there_for_all
 from kvcache.memory.token_slots import TokenSlots
 from serving.kvspec import LayerKV
@@ -94,25 +94,13 @@ class HostCopies(KVCopies):
         return [plane for layer in layers for plane in self.planes[layer]]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What goes through the ring at once: tokens first.. of the copy, of these layers."""
-
-    layers: range
-    first: int
-    slots: TokenSlots
-
-
 class StreamCopies(KVCopies):
     """On a device: one launch packs or unpacks all layers of a piece, and one copy takes it over."""
 
     def __init__(self, specs: Sequence[LayerKV], planes: Sequence[tuple[Tensor, ...]], streams: Streams) -> None:
-        self.specs = tuple(specs)
         self.planes = planes
         self.streams = streams
-        self.layer_bytes = [spec.token_bytes for spec in specs]  # of a token
-        self.first_plane = [0, *np.cumsum([len(spec.planes) for spec in specs]).tolist()]
-        self.row_bytes = [plane.token_bytes for spec in specs for plane in spec.planes]
+        self.packed = PackedPlanes(specs)
 
     def take(self, layers: range, slots: TokenSlots, out: Sequence[Bytes]) -> None:
         for piece in self._pieces(layers, slots):
@@ -120,7 +108,7 @@ class StreamCopies(KVCopies):
 
     def take_digested(self, layers: range, slots: TokenSlots, out: Sequence[Bytes]) -> bytes | None:
         pieces = list(self._pieces(layers, slots))
-        if len(pieces) == 1 and self._bytes(pieces[0]) % 8 == 0:
+        if len(pieces) == 1 and self.packed.size(pieces[0]) % 8 == 0:
             from serving.kernels.gpu.leaf_digests import as_digests
 
             return as_digests(self._take(layers, pieces[0], out, digested=True))
@@ -131,14 +119,14 @@ class StreamCopies(KVCopies):
         """What the device has written of the piece's digests, where they are asked for."""
         from serving.kernels.gpu.kv_rows import gather  # it imports triton, which is not everywhere
 
-        ring, first, size = ring_of(self.streams), self.first_plane[layers.start], self._bytes(piece)
+        ring, first, size = ring_of(self.streams), self.packed.first_plane[layers.start], self.packed.size(piece)
         with ring.place(ring.outward) as place:
             self._named(place, piece.slots)
             self._launch(gather, place, piece)
             digests = self._digest(place, size) if digested else 0
             place.download(KV_AT - digests, KV_AT + size)
             place.wait()
-            for plane, here, there in self._stretches(piece):
+            for plane, here, there in self.packed.stretches(piece):
                 out[plane - first][there] = place.kv[here]
             return place.host[KV_AT - digests : KV_AT].numpy().tobytes()
 
@@ -157,10 +145,10 @@ class StreamCopies(KVCopies):
         from serving.kernels.gpu.leaf_digests import as_digests
 
         pieces = list(self._pieces(layers, slots))
-        place = room.free_place() if len(pieces) == 1 and room.takes(self._bytes(pieces[0])) else None
+        place = room.free_place() if len(pieces) == 1 and room.takes(self.packed.size(pieces[0])) else None
         if place is None:
             return None
-        payload = room.payload(place, self._bytes(pieces[0]), b"")
+        payload = room.payload(place, self.packed.size(pieces[0]), b"")
         with room.working(place, ring_of(self.streams).outward):
             self._named(place, slots)
             self._launch(gather, place, pieces[0])
@@ -173,7 +161,7 @@ class StreamCopies(KVCopies):
         from serving.kernels.gpu.kv_rows import scatter
 
         [piece] = self._pieces(layers, slots)
-        assert payload.size == self._bytes(piece)
+        assert payload.size == self.packed.size(piece)
         with payload.room.working(payload.place, ring_of(self.streams).inward) as place:
             self._named(place, slots)
             self._launch(scatter, place, piece)
@@ -186,24 +174,24 @@ class StreamCopies(KVCopies):
     def put(self, layers: range, slots: TokenSlots, parts: Sequence[Bytes]) -> None:
         from serving.kernels.gpu.kv_rows import scatter
 
-        ring, first = ring_of(self.streams), self.first_plane[layers.start]
+        ring, first = ring_of(self.streams), self.packed.first_plane[layers.start]
         for piece in self._pieces(layers, slots):
             with ring.place(ring.inward) as place:
                 place.name(piece.slots.blocks)
-                for plane, here, there in self._stretches(piece):
+                for plane, here, there in self.packed.stretches(piece):
                     place.kv[here] = parts[plane - first].reshape(-1)[there]
-                place.upload(0, KV_AT + self._bytes(piece))
+                place.upload(0, KV_AT + self.packed.size(piece))
                 self._launch(scatter, place, piece)
                 place.wait()
 
     def _launch(self, kernel: Callable[..., None], place: StagingPlace, piece: Piece) -> None:
         from serving.kernels.gpu.kv_rows import PackedRows
 
-        planes, slots = self._planes(piece.layers), piece.slots
+        planes, slots = self.packed.planes(piece.layers), piece.slots
         rows = PackedRows(
             first=planes.start,
             planes=len(planes),
-            widest=max(self.row_bytes[plane] for plane in planes),
+            widest=max(self.packed.row_bytes[plane] for plane in planes),
             tokens=slots.tokens,
             offset=slots.offset,
             block_size=slots.block_size,
@@ -212,37 +200,8 @@ class StreamCopies(KVCopies):
         blocks = place.device[: 8 * len(slots.blocks)].view(torch.int64)
         self.streams.launch(partial(kernel, rows=rows), self._table, blocks, place.device[KV_AT:])
 
-    def _planes(self, layers: range) -> range:
-        return range(self.first_plane[layers.start], self.first_plane[layers.stop])
-
-    def _bytes(self, piece: Piece) -> int:
-        return piece.slots.tokens * sum(self.layer_bytes[piece.layers.start : piece.layers.stop])
-
     def _pieces(self, layers: range, slots: TokenSlots) -> Iterator[Piece]:
-        """Whole layers as far as they fit into a place; of a layer that does not, some tokens at a time."""
-        most_tokens = min(slots.tokens, (MOST_BLOCKS - 1) * slots.block_size)
-        start = layers.start
-        while start < layers.stop:
-            tokens = min(most_tokens, PLACE_BYTES // self.layer_bytes[start])
-            assert tokens > 0, "a token's KV of one layer is larger than a place of the ring"
-            stop, size = start + 1, self.layer_bytes[start] * slots.tokens
-            while tokens == slots.tokens and stop < layers.stop:
-                size += self.layer_bytes[stop] * slots.tokens
-                if size > PLACE_BYTES:
-                    break
-                stop += 1
-            for first in range(0, slots.tokens, tokens):
-                yield Piece(range(start, stop), first, slots.part(first, min(tokens, slots.tokens - first)))
-            start = stop
-
-    def _stretches(self, piece: Piece) -> Iterator[tuple[int, slice, slice]]:
-        """Each plane of a piece: where its bytes lie in the piece's place, and where in all that is copied of it."""
-        here = 0
-        for plane in self._planes(piece.layers):
-            width = self.row_bytes[plane]
-            size, there = piece.slots.tokens * width, piece.first * width
-            yield plane, slice(here, here + size), slice(there, there + size)
-            here += size
+        return self.packed.pieces(layers, slots, PLACE_BYTES, (MOST_BLOCKS - 1) * slots.block_size)
 
     @cached_property
     def _fields(self) -> list[tuple[int, ...]]:
@@ -252,7 +211,7 @@ class StreamCopies(KVCopies):
         for plane in (plane for layer in self.planes for plane in layer):
             address, item = self.streams.address(plane), plane.element_size()
             fields.append((address, plane.stride(1) * item, *runs_of(plane), begin))
-            begin += self.row_bytes[len(fields) - 1]
+            begin += self.packed.row_bytes[len(fields) - 1]
         return fields
 
     @cached_property

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
@@ -27,32 +27,12 @@ LOOK_SECONDS = 0.005  # between looks, while an answer is awaited, whether the p
 Word = TypeVar("Word")
 
 
-class RankProcess:
-    """One of the other ranks, as a child process with nothing of our environment that it does not need.
+class RankLine:
+    """A connection to a rank whose process has the number `pid` in the system; one thread uses it at a time."""
 
-    `rank` is its number for the group's life, which another process has after this one.
-    """
-
-    def __init__(self, rank: int, environ: Mapping[str, str] | None = None) -> None:
-        """`environ` is told beside what every helper needs."""
-        self.rank = rank
-        self._environ = dict(environ or {})
+    def __init__(self, rank: int, pid: int, channel: Channel) -> None:
+        self.rank, self.pid, self.channel = rank, pid, channel
         self.owed = 0  # answers that are still to come
-        self.channel, theirs = Channel.pair()
-        with theirs, ExitStack() as undone:
-            undone.callback(self.channel.close)
-            self.process = self._start(theirs)
-            undone.pop_all()
-
-    def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
-        return subprocess.Popen(  # noqa: S603 - our own module
-            [*module_command(RANK_MODULE), str(theirs.fileno()), str(os.getpid())],
-            pass_fds=(theirs.fileno(),),
-            env=helper_environ(os.environ) | known | self._environ | handed_down(f"rank-{self.rank}"),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
-        )
 
     def say(self, word: object, seconds: float) -> None:
         """Raises RankLost."""
@@ -87,7 +67,7 @@ class RankProcess:
     @property
     def ending(self) -> bool:
         """Whether it says nothing any more: its socket closes only when its memory has been freed."""
-        return is_ending(self.process.pid)
+        return is_ending(self.pid)
 
     def answer(self, kind: type[Word], seconds: float) -> Word:
         """Its next answer, of this kind. Raises RankLost."""
@@ -104,10 +84,34 @@ class RankProcess:
         except ChannelLate as error:
             raise RankLost(self.rank, f"it has not answered within {seconds:g} s") from error
 
+
+class RankProcess(RankLine):
+    """One of the other ranks, as a child process with nothing of our environment that it does not need.
+
+    `rank` is its number for the group's life, which another process has after this one. `lanes` are connections for
+    what it does beside its steps.
+    """
+
+    def __init__(self, rank: int, environ: Mapping[str, str] | None = None, lanes: int = 0) -> None:
+        """`environ` is told beside what every helper needs."""
+        with ExitStack() as undone, ExitStack() as theirs:
+            ours, sockets = [], []
+            for _ in range(1 + lanes):
+                channel, other = Channel.pair()
+                undone.callback(channel.close)
+                ours.append(channel)
+                sockets.append(theirs.enter_context(other))
+            self.process = _started(rank, environ or {}, sockets)
+            channel, *beside = ours
+            super().__init__(rank, self.process.pid, channel)
+            self.lanes = [RankLine(rank, self.process.pid, one) for one in beside]
+            undone.pop_all()
+
     def kill(self, seconds: float) -> None:
         """End it, also where it stands still, and see that it writes no more. Raises RankLost where it does not end."""
         self.process.kill()
         self.channel.close()
+        self._close_lanes()
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired as error:
@@ -115,8 +119,25 @@ class RankProcess:
 
     def end(self, until: float) -> None:
         """It leaves as its channel has closed, or is killed at this time of the monotonic clock."""
+        self._close_lanes()
         try:
             self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.process.kill()  # also one that is stopped
             self.process.wait()
+
+    def _close_lanes(self) -> None:
+        for lane in self.lanes:
+            lane.channel.close()
+
+
+def _started(rank: int, environ: Mapping[str, str], theirs: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
+    known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
+    channel, *lanes = (one.fileno() for one in theirs)
+    return subprocess.Popen(  # noqa: S603 - our own module
+        [*module_command(RANK_MODULE), *map(str, (channel, os.getpid(), *lanes))],
+        pass_fds=(channel, *lanes),
+        env=helper_environ(os.environ) | known | dict(environ) | handed_down(f"rank-{rank}"),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
+    )

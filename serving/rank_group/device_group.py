@@ -1,13 +1,12 @@
 """The leader's hold on ranks that share a model with it and have a device each.
 
-They are started, told and ended as other ranks are (layout_group); what is theirs is KV on their own devices, and a
-forward pass that is made on all of them at once. It knows no sequences.
+They are started, told and ended as other ranks are (layout_group); what is theirs is KV on their own devices, which
+`lanes` reach beside the steps, and a forward pass that is made on all of them at once. It knows no sequences.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,14 +20,16 @@ from serving.device_memory import DeviceMemory, MemoryReading
 from serving.expert_parallel.exchange import RankLost
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
+from serving.rank_group.beside import Lanes
 from serving.rank_group.child import RankProcess
-from serving.rank_group.device_messages import LoadOnDevice, MakeForward, MeetOnDevices, ReadMemory, Ready, RunOnDevice
+from serving.rank_group.device_messages import LoadOnDevice, MakeForward, ReadMemory, RunOnDevice
 from serving.rank_group.layout_group import LayoutGroup
+from serving.rank_group.layout_messages import LoadLayout, Meet, Ready
 from serving.rank_group.messages import PackedBatch
 from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS
 from serving.streams import recorded, streams_of
-from serving.temporary import temporary_folder
 
+LANES = 4  # how many copies of KV may be under way at once
 LOOK_SECONDS = 0.1  # between looks whether a rank has ended, while graphs are captured
 MEMORY_SECONDS = 60.0  # that a rank may take to say what its device holds
 # What libraries on devices are told by: names that begin so go to the ranks as they are here.
@@ -47,9 +48,11 @@ class GroupOnDevices(LayoutGroup):
         """Starts their processes."""
         self.device, self.gpus = device, gpus
         super().__init__(layout, deadline)
+        lanes = [[other.lanes[number] for other in self.others] for number in range(LANES)]
+        self.lanes = Lanes(lanes, deadline, self._lose)
 
     def _started(self, rank: int) -> RankProcess:
-        return RankProcess(rank, self._environ(rank))
+        return RankProcess(rank, self._environ(rank), LANES)
 
     def _environ(self, rank: int) -> Mapping[str, str]:
         told = {name: value for name, value in os.environ.items() if name.startswith(TOLD_BY)}
@@ -57,26 +60,19 @@ class GroupOnDevices(LayoutGroup):
 
     # ---- until the first step ----------------------------------------------------------------------------------
 
-    def load(self, path: Path, dtype: str) -> None:
-        threads = torch.get_num_threads()
-        for other in self.others:
-            order = LoadOnDevice(
-                path=path, dtype=dtype, rank=other.rank, layout=self.layout, device=self.device, threads=threads
-            )
-            other.ask(order, MEETING_SECONDS)
+    def share_of(self, rank: int, path: Path, dtype: str) -> LoadLayout:
+        threads, layout = torch.get_num_threads(), self.layout
+        return LoadOnDevice(path=path, dtype=dtype, rank=rank, layout=layout, threads=threads, device=self.device)
 
-    def join(self, join: Callable[[FileStore], ParallelRank]) -> None:
-        """Have all ranks meet, this one by `join`, unless they have. Raises RankLost; ValueError where one cannot."""
-        if self._own is not None:
-            return
-        folder = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir())))
-        order = MeetOnDevices(store=folder / "store", deadline=self.deadline)
-        for other in self.others:
-            other.ask(order, MEETING_SECONDS)
-        self._own = join(FileStore(str(order.store), self.size))
-        self._ready(2 * MEETING_SECONDS)
+    def meet(self, join: Callable[[FileStore], ParallelRank]) -> None:
+        """Unless they have: there is one meeting for all forward passes that are made."""
+        if self._own is None:
+            super().meet(join)
 
-    def make_forward(self, orders: Sequence[MakeForward], make: Callable[[], Made]) -> Made:
+    def _meet(self, store: Path) -> Meet:
+        return Meet(store=store, deadline=self.deadline)
+
+    def make_forward(self, orders: Mapping[int, MakeForward], make: Callable[[], Made]) -> Made:
         """What `make` makes here, while each other rank does what `orders` say for it, by rank; all of it is computed.
 
         Raises RankLost, and ValueError where a rank, or this one, cannot.
@@ -124,12 +120,6 @@ class GroupOnDevices(LayoutGroup):
         finally:
             over.set()
             looking.join()
-
-    def _ready(self, seconds: float) -> None:
-        for other in self.others:
-            word = other.answer(Ready, seconds)
-            if word.error is not None:
-                raise ValueError(f"rank {other.rank}: {word.error}")
 
     @property
     def memories(self) -> list[DeviceMemory]:

@@ -6,8 +6,9 @@ Which models can be served so is said here too. It knows neither workers nor the
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,15 +17,15 @@ from serving.config import EngineConfig
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.choose import make_forward
-from serving.kvspec import LayerKV, with_heads
 from serving.loader.loading import LoadedModel
 from serving.model.decoder import Planes
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_group import GroupOnDevices
-from serving.rank_group.device_messages import MakeForward
-from serving.rank_group.device_rank import connect, load_device_share
+from serving.rank_group.device_messages import KeepKV, MakeForward
 from serving.rank_group.layout_leader import check_layout, flags_of
+from serving.rank_group.layout_rank import connect, load_layout_share
+from serving.rank_group.loading import load_together
 from serving.rank_group.share import LEADER
 
 log = logging.getLogger(__name__)
@@ -40,11 +41,6 @@ class ModelOnDevices(LoadedModel):
 
     layout: ParallelLayout
     ranks: GroupOnDevices
-
-    def kept_by(self, rank: int, specs: Sequence[LayerKV]) -> tuple[LayerKV, ...]:
-        """What of the whole model's KV, `specs`, this rank keeps on its device."""
-        held = len(self.layout.kv_heads(self.spec, rank))
-        return tuple(spec if spec.heads is None else with_heads(spec, held) for spec in specs)
 
 
 def check_on_devices(path: Path, dtype: str, quantization: str | None, layout: ParallelLayout, device: str) -> None:
@@ -66,47 +62,33 @@ def load_on_devices(
     where the ranks cannot work together.
     """
     group = GroupOnDevices(layout, deadline, device, gpus)
-    loaded: ModelOnDevices | None = None
-    try:
-        group.load(path, dtype)
-        own = load_device_share(path, dtype, layout, LEADER, device)
-        group.loaded()
-        values = {one.name: getattr(own, one.name) for one in fields(own)}
-        loaded = ModelOnDevices(**values, ranks=group, layout=layout)
-        return loaded
-    except RankLost as lost:
-        raise ValueError(f"the model is not loaded: {lost}") from lost
-    finally:
-        if loaded is None:
-            group.close()
+
+    def own() -> LoadedModel:
+        return load_layout_share(group.share_of(LEADER, path, dtype))
+
+    return load_together(group, path, dtype, own, partial(ModelOnDevices, ranks=group, layout=layout))
 
 
 def join_devices(
     shared: ModelOnDevices,
-    specs: Sequence[LayerKV],
     planes: Sequence[Planes],
+    keep: Callable[[int], KeepKV],
     config: EngineConfig,
     max_position: int,
 ) -> DeviceForward:
-    """The forward pass of all ranks: here over `planes`, which keep `specs`, on the others over as many blocks of their
-    own. What was made before is of no use any more.
+    """The forward pass of all ranks: here over `planes`, on each other over what `keep` of its number makes there.
 
-    Raises ValueError where the ranks do not come together, or one of them cannot.
+    What was made before is of no use any more. Raises ValueError where the ranks do not come together, or one cannot.
     """
     model, layout, ranks = shared.model, shared.layout, shared.ranks
-    orders = [
-        MakeForward(
-            specs=shared.kept_by(rank, specs),
-            blocks=planes[0][0].shape[0],
-            config=config,
-            max_position=max_position,
-        )
-        for rank in range(layout.ranks)
-    ]
+    orders = {
+        other.rank: MakeForward(keep=keep(other.rank), config=config, max_position=max_position)
+        for other in ranks.others
+    }
     try:
-        ranks.join(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
+        ranks.meet(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
         own = ranks.make_forward(orders, lambda: make_forward(shared, planes, config, max_position))
     except (RankLost, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
     log.info("the model is shared by %d ranks on %s devices", ranks.size, torch.device(ranks.device).type)
-    return DeviceForward(own, ranks)
+    return DeviceForward(own, ranks, shared.spec)

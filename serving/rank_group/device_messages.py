@@ -5,57 +5,46 @@ They are pickled: they hold numbers and arrays, and no tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from serving.config import EngineConfig
-from serving.device_memory import MemoryReading
-from serving.kvspec import LayerKV
-from serving.parallel.layout import ParallelLayout
+from serving.model.decoder import Planes
+from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.messages import PackedBatch
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadOnDevice:
-    """Load what this rank of the layout holds of the model at `path` onto `device`. Answered by ShareLoaded."""
-
-    path: Path
-    dtype: str
-    rank: int
-    layout: ParallelLayout
-    device: str
-    threads: int
+class LoadOnDevice(LoadLayout):
+    """The same onto the rank's `device`, where it will also keep the KV of its heads."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeetOnDevices:
-    """Meet the others by way of the file `store`. Answered by Ready.
+class RankKV(Protocol):
+    """The KV that a rank keeps on its device."""
 
-    `deadline` are the seconds that a rank may keep others waiting in a step.
-    """
+    @property
+    def planes(self) -> Sequence[Planes]: ...
 
-    store: Path
-    deadline: float
+    def does(self, word: Any) -> object:
+        """What the leader asks of it beside the steps, on any thread."""
+
+
+KeepKV = Callable[[torch.device], RankKV]
+"""Makes it, in the rank's process. Raises ValueError where it cannot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeForward:
-    """Give up the KV and the forward pass there were, and make others: of `blocks` of KV, as `specs` lay this rank's
-    out. All ranks do so at once, the leader too. Answered by Ready.
+    """Give up the KV and the forward pass there were, and make others, over what `keep` makes.
+
+    All ranks do so at once, the leader too. Answered by Ready.
     """
 
-    specs: Sequence[LayerKV]
-    blocks: int
+    keep: KeepKV
     config: EngineConfig
     max_position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """It is done; or `error` says why it cannot be, and the rank leaves."""
-
-    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +63,3 @@ class RunOnDevice:
     batch: PackedBatch
     head: bool
     launched: bool
-
-
-Answer = Ready | MemoryReading

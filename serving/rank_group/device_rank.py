@@ -1,13 +1,15 @@
 """What a rank with a device of its own does, but the leader: loads its share, keeps its heads' KV, computes its part.
 
-It computes what it is given, in the leader's order, and knows nothing of sequences. No KV leaves it.
+It computes what it is given, in the leader's order, and knows nothing of sequences. KV leaves it and comes beside the
+steps, on threads of its own.
 
 Shapes: R rows of the batch whose logits or hidden states are wanted.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -21,50 +23,18 @@ from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.choose import make_forward
 from serving.forward.forward import Forward
-from serving.kvspec import LayerKV
-from serving.loader.loading import LoadedModel, load
-from serving.model.decoder import Decoder, Planes
-from serving.parallel.applying import apply_parallel
-from serving.parallel.holding import hold_share
+from serving.loader.loading import LoadedModel
 from serving.parallel.joining import ParallelRank
-from serving.parallel.layout import ParallelLayout
-from serving.rank_group.device_messages import LoadOnDevice, MakeForward, MeetOnDevices, ReadMemory, Ready, RunOnDevice
-from serving.rank_group.layout_messages import LayoutDone
-from serving.rank_group.messages import ShareLoaded
+from serving.rank_group.beside import serve_lane
+from serving.rank_group.device_messages import LoadOnDevice, MakeForward, RankKV, ReadMemory, RunOnDevice
+from serving.rank_group.layout_messages import LayoutDone, Meet, Ready
+from serving.rank_group.layout_rank import connect, load_layout_share
+from serving.rank_group.loading import ANSWER_SECONDS, loaded_share
 from serving.rank_group.parts import unpack
 from serving.streams import recorded, streams_of
 from serving.temporary import also_ours
 
-ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 NO_ROWS = np.empty(0, np.uint8)  # every rank has what the leader has
-
-
-def load_device_share(path: Any, dtype: str, layout: ParallelLayout, rank: int, device: str) -> LoadedModel:
-    """The rank's rows and columns of the model at `path`. Raises ValueError as `load` does."""
-    return load(path, dtype, device, layout=partial(hold_share, layout=layout, rank=rank))
-
-
-def connect(model: Decoder, layout: ParallelLayout, rank: int, store: FileStore, deadline: float) -> ParallelRank:
-    """Meet the other ranks by way of this rank's device, and let `model` compute with theirs.
-
-    Raises RankLost, StoreUnavailable, and ValueError where torch has no NCCL.
-    """
-    device = model.embed.weight.device
-    ranks = ParallelRank.join(layout, rank, store, deadline=deadline, device=device)
-    apply_parallel(model, ranks)
-    return ranks
-
-
-def planes_of(specs: tuple[LayerKV, ...], blocks: int, block_size: int, device: torch.device) -> list[Planes]:
-    """KV of so many blocks, zeros: a layer's planes [blocks, block_size, ...]."""
-    size = blocks, block_size
-    return [
-        tuple(
-            torch.zeros((*size, *plane.shape), dtype=getattr(torch, plane.dtype), device=device)
-            for plane in spec.planes
-        )
-        for spec in specs
-    ]
 
 
 def compute(forward: Forward, batch: RaggedBatch, *, head: bool, launched: bool) -> None:
@@ -87,6 +57,7 @@ class DeviceRank:
         self.loaded, self.ranks = loaded, ranks
         self.device = ranks.device
         self.forward: Forward | None = None
+        self.kv: RankKV | None = None
 
     def does(self, word: Any) -> object:
         """The answer to one of the leader's words. Raises RankLost."""
@@ -100,12 +71,12 @@ class DeviceRank:
         raise AssertionError(f"the leader says {word!r}")
 
     def make(self, order: MakeForward) -> Ready:
-        self.forward = None
+        self.forward = self.kv = None
         if self.device.type == "cuda":
             CudaMemory().reading()  # which gives back what it took, graphs too
         try:
-            planes = planes_of(tuple(order.specs), order.blocks, order.config.block_size, self.device)
-            self.forward = make_forward(self.loaded, planes, order.config, order.max_position)
+            self.kv = order.keep(self.device)
+            self.forward = make_forward(self.loaded, self.kv.planes, order.config, order.max_position)
         except (ValueError, torch.OutOfMemoryError) as error:
             return Ready(error=str(error))
         return Ready()
@@ -120,12 +91,23 @@ class DeviceRank:
     def _finish(self) -> None:
         self.ranks.finish(recorded(streams_of(self.device)))
 
+    def beside(self, word: Any) -> None:
+        """What is asked of the rank's KV, on any thread."""
+        assert self.kv is not None, "MakeForward comes first"
+        self.kv.does(word)
 
-def serve_on_device(channel: Channel, order: LoadOnDevice) -> None:
-    """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
+
+def serve_on_device(channel: Channel, lanes: Sequence[Channel], order: LoadOnDevice) -> None:
+    """Do what the leader says until it closes the channel, and beside it what comes by the lanes.
+
+    Raises ChannelClosed, RankLost.
+    """
     torch.set_num_threads(order.threads)
-    loaded = _loaded(channel, order)
+    loaded = loaded_share(channel, lambda: load_layout_share(order))
     rank = None if loaded is None else _met(channel, loaded, order)
+    if rank is not None:
+        for number, lane in enumerate(lanes):
+            Thread(target=serve_lane, args=(lane, rank.beside), name=f"lane-{number}", daemon=True).start()
     while rank is not None:
         answer = rank.does(channel.receive(None))
         channel.send(answer, ANSWER_SECONDS)
@@ -133,20 +115,9 @@ def serve_on_device(channel: Channel, order: LoadOnDevice) -> None:
             return
 
 
-def _loaded(channel: Channel, order: LoadOnDevice) -> LoadedModel | None:
-    """The share of the model; None where the leader has been told why there is none."""
-    try:
-        loaded = load_device_share(order.path, order.dtype, order.layout, order.rank, order.device)
-    except (ValueError, OSError, RuntimeError) as error:  # a device that is not there, or has no room
-        channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
-        return None
-    channel.send(ShareLoaded(sum(one.nbytes for one in loaded.model.parameters())), ANSWER_SECONDS)
-    return loaded
-
-
 def _met(channel: Channel, loaded: LoadedModel, order: LoadOnDevice) -> DeviceRank | None:
     """The rank ready for a forward pass; None where the leader has been told why it is not."""
-    meeting: MeetOnDevices = channel.receive(None)
+    meeting: Meet = channel.receive(None)
     also_ours(meeting.store.parent)
     try:
         store = FileStore(str(meeting.store), order.layout.ranks)

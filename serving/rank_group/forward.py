@@ -8,8 +8,8 @@ Shapes: R rows of the batch whose logits or hidden states are wanted, H hidden w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from serving.forward.forward import ByLogits
 from serving.forward.layer_events import LayerDone
 from serving.model.decoder import Decoder, Planes
 from serving.rank_group.division import divided
-from serving.rank_group.parts import BatchPart, pack, part_of_batch
+from serving.rank_group.parts import BatchPart, ToldLayers, arrived, pack, part_of_batch
 from serving.rank_group.ranks import RankGroup
 
 
@@ -44,24 +44,28 @@ class GroupForward(ByLogits):
         """Hidden states [R, H] of `batch.logits_rows`, in the model's type."""
         weight = self.model.norm.weight
         out = weight.new_empty(len(batch.logits_rows), len(weight))
-        if batch.barrier is not None:
-            # Ranks wait for each other in every layer: the step begins when all layers of the prefix have come.
-            if not batch.barrier.passes(len(self.planes) - 1):
-                return out
-            batch = replace(batch, barrier=None)
-        told = None if layer_done is None else _InStep(layer_done, self._sparse())
-        self.ranks.step(lambda: self._computed(batch, out, told))
+        come = arrived(batch, len(self.planes))
+        if come is None:
+            return out
+        told = None if layer_done is None else ToldLayers(layer_done)
+        written = None if told is None else partial(self._exchanged, told)
+        self.ranks.step(lambda: self._computed(come, out, written))
         if told is not None:
-            told.all_done()
+            told.upto(len(self.planes))
         return out
 
-    def _computed(self, batch: RaggedBatch, out: Tensor, told: _InStep | None) -> None:
+    def _exchanged(self, told: ToldLayers, layer: int) -> None:
+        """A rank takes part in a MoE layer's exchange once it has written that layer's KV, and that of those before."""
+        if self._sparse()[layer]:
+            told.upto(layer + 1)
+
+    def _computed(self, batch: RaggedBatch, out: Tensor, written: LayerDone | None) -> None:
         """The rows that the ranks there are compute, each its part, into `out`."""
         own, *others = self._parts(batch)
         assert own is not None, "the leader has a part in every step"
         packed = [None if part is None else pack(part.batch) for part in others]
         with self.ranks.beside(self._number, packed) as done:
-            out[own.places] = self.model(own.batch, self.planes, told)[own.batch.logits_rows]
+            out[own.places] = self.model(own.batch, self.planes, written)[own.batch.logits_rows]
         for part, word in zip(others, done, strict=True):
             if part is not None and len(part.places):
                 out[part.places] = torch.from_numpy(word.rows).view(out.dtype).view(-1, out.shape[1])
@@ -77,26 +81,3 @@ class GroupForward(ByLogits):
     def _sparse(self) -> Sequence[bool]:
         assert self.model.spec.moe is not None
         return self.model.spec.moe.sparse
-
-
-class _InStep:
-    """Tells of layers whose KV all ranks have written.
-
-    A rank takes part in the exchange of a MoE layer once it has written that layer's KV, and that of those before it.
-    """
-
-    def __init__(self, layer_done: Callable[[int], None], sparse: Sequence[bool]) -> None:
-        self._tell, self._sparse = layer_done, sparse
-        self._told = 0
-
-    def __call__(self, layer: int) -> None:
-        if self._sparse[layer]:
-            self._upto(layer + 1)
-
-    def all_done(self) -> None:
-        self._upto(len(self._sparse))
-
-    def _upto(self, layers: int) -> None:
-        for layer in range(self._told, layers):
-            self._tell(layer)
-        self._told = max(self._told, layers)

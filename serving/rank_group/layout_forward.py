@@ -8,7 +8,6 @@ Shapes: R rows of the batch whose logits or hidden states are wanted, H hidden w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +22,7 @@ from serving.parallel.layout import ParallelLayout, RankPlace
 from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_group import LayoutGroup
 from serving.rank_group.layout_messages import LayoutDone
-from serving.rank_group.parts import pack
+from serving.rank_group.parts import ToldLayers, arrived, pack
 from serving.rank_group.share import LEADER
 
 
@@ -50,21 +49,19 @@ class LayoutForward(ByLogits):
 
     def _computed(self, batch: RaggedBatch, layer_done: LayerDone | None, *, head: bool) -> Tensor:
         """Logits [R, V], or hidden states [R, H] in the model's type."""
-        if batch.barrier is not None:
-            # Ranks wait for each other in every layer: the step begins when all layers of the prefix have come.
-            if not batch.barrier.passes(len(self.planes) - 1):
-                return torch.empty(len(batch.logits_rows), self.spec.vocab_size if head else self.spec.hidden)
-            batch = replace(batch, barrier=None)
+        come = arrived(batch, len(self.planes))
+        if come is None:
+            return torch.empty(len(batch.logits_rows), self.spec.vocab_size if head else self.spec.hidden)
+        told = None if layer_done is None else ToldLayers(layer_done)
         # A rank takes part in the sum after a layer's attention once it has written that layer's KV; where ranks share
         # rows, one without any may be ahead of the others.
-        written = layer_done if self.layout.sequence == 1 else None
-        with self.ranks.step(self._number, pack(batch), head=head) as done:
-            out = self.model(batch, self._own, written)[batch.logits_rows]
+        written = None if told is None or self.layout.sequence > 1 else lambda layer: told.upto(layer + 1)
+        with self.ranks.step(self._number, pack(come), head=head) as done:
+            out = self.model(come, self._own, written)[batch.logits_rows]
             if head:
                 out = self.model.logits(out)
-        if layer_done is not None:
-            for layer in range(0 if written is None else len(self._own), len(self.planes)):
-                layer_done(layer)
+        if told is not None:
+            told.upto(len(self.planes))
         return out if head or self.layout.pipeline == 1 else self._of_last_stage(out, done)
 
     def _of_last_stage(self, own: Tensor, done: Sequence[LayoutDone]) -> Tensor:

@@ -23,7 +23,7 @@ from serving.model.decoder import Planes
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.child import RankProcess
-from serving.rank_group.layout_messages import LayoutDone, LayoutMet, LoadLayout, MeetLayout, RunLayout
+from serving.rank_group.layout_messages import LayoutDone, LoadLayout, Meet, MeetLayout, Ready, RunLayout
 from serving.rank_group.messages import PackedBatch, ShareLoaded, UsePlanes
 from serving.rank_group.ranks import LOAD_SECONDS, MEETING_SECONDS, STOP_SECONDS
 from serving.rank_group.share import LEADER
@@ -65,16 +65,13 @@ class LayoutGroup:
 
     def load(self, path: Path, dtype: str) -> None:
         """Have every rank begin to load its share of the model, each with as many threads as this process has."""
-        threads = torch.get_num_threads()
         for other in self.others:
-            order = LoadLayout(
-                path=path,
-                dtype=dtype,
-                rank=other.rank,
-                layout=self.layout,
-                threads=threads,
-            )
-            other.ask(order, MEETING_SECONDS)
+            other.ask(self.share_of(other.rank, path, dtype), MEETING_SECONDS)
+
+    def share_of(self, rank: int, path: Path, dtype: str) -> LoadLayout:
+        """What this rank is to load."""
+        threads = torch.get_num_threads()
+        return LoadLayout(path=path, dtype=dtype, rank=rank, layout=self.layout, threads=threads)
 
     def loaded(self) -> None:
         """Wait until all have. Raises RankLost, and ValueError with what a rank could not load."""
@@ -91,14 +88,21 @@ class LayoutGroup:
 
     def meet(self, join: Callable[[FileStore], ParallelRank]) -> None:
         """Have all ranks meet, this one by `join`. Raises RankLost, and ValueError where a rank cannot."""
-        assert self._kv is not None, "share_planes comes first"
-        folder = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir())))
-        order = MeetLayout(segment=self._kv.segment.details, store=folder / "store", deadline=self.deadline)
+        store = self._meeting.enter_context(temporary_folder(Path(tempfile.gettempdir()))) / "store"
+        order = self._meet(store)
         for other in self.others:
             other.ask(order, MEETING_SECONDS)
-        self._own = join(FileStore(str(order.store), self.size))
+        self._own = join(FileStore(str(store), self.size))
+        self._ready(2 * MEETING_SECONDS)
+
+    def _meet(self, store: Path) -> Meet:
+        assert self._kv is not None, "share_planes comes first"
+        return MeetLayout(segment=self._kv.segment.details, store=store, deadline=self.deadline)
+
+    def _ready(self, seconds: float) -> None:
+        """Wait until all ranks are. Raises RankLost, and ValueError where one cannot be."""
         for other in self.others:
-            word = other.answer(LayoutMet, 2 * MEETING_SECONDS)
+            word = other.answer(Ready, seconds)
             if word.error is not None:
                 raise ValueError(f"rank {other.rank}: {word.error}")
 

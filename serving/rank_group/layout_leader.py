@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from serving.parallel.layout import ParallelLayout
 from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_group import LayoutGroup
 from serving.rank_group.layout_rank import connect, load_layout_share
+from serving.rank_group.loading import load_together
 from serving.rank_group.share import LEADER
 
 log = logging.getLogger(__name__)
@@ -87,19 +89,11 @@ def load_layout(
     check_layout(path, dtype, quantization, layout)
     torch.set_num_threads(max(1, torch.get_num_threads() // layout.head_ranks))  # stages compute one after the other
     group = LayoutGroup(layout, deadline)
-    divided: DividedModel | None = None
-    try:
-        group.load(path, dtype)
-        own = load_layout_share(path, dtype, layout, LEADER, quantization)
-        group.loaded()
-        values = {one.name: getattr(own, one.name) for one in fields(own)}
-        divided = DividedModel(**values, ranks=group, layout=layout)
-        return divided
-    except RankLost as lost:
-        raise ValueError(f"the model is not loaded: {lost}") from lost
-    finally:
-        if divided is None:
-            group.close()
+
+    def own() -> LoadedModel:
+        return load_layout_share(group.share_of(LEADER, path, dtype), quantization)
+
+    return load_together(group, path, dtype, own, partial(DividedModel, ranks=group, layout=layout))
 
 
 def join_layout(divided: DividedModel, planes: Sequence[Planes]) -> LayoutForward:

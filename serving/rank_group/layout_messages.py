@@ -21,23 +21,30 @@ class LoadLayout:
     rank: int
     layout: ParallelLayout
     threads: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeetLayout:
-    """Map the KV of the group, and meet the others by way of the file `store`. Answered by LayoutMet.
+class Meet:
+    """Meet the others by way of the file `store`. Answered by Ready.
 
     `deadline` are the seconds that a rank may keep others waiting in a step.
     """
 
-    segment: bytes
     store: Path
     deadline: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeetLayout(Meet):
+    """Map the KV of the group too."""
+
+    segment: bytes
+
+
 @dataclass(frozen=True, slots=True)
-class LayoutMet:
-    """The rank is ready for steps; or `error` says why it cannot be, and it leaves."""
+class Ready:
+    """It is done; or `error` says why it cannot be, and the rank leaves."""
 
     error: str | None = None
 

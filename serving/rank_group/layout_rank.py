@@ -6,7 +6,6 @@ It computes what it is given, and knows nothing of sequences.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch._C._distributed_c10d import FileStore
@@ -22,26 +21,28 @@ from serving.parallel.holding import hold_share
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.layout_forward import gives_rows
-from serving.rank_group.layout_messages import LayoutDone, LayoutMet, LoadLayout, MeetLayout, RunLayout
-from serving.rank_group.messages import ShareLoaded, UsePlanes
+from serving.rank_group.layout_messages import LayoutDone, LoadLayout, MeetLayout, Ready, RunLayout
+from serving.rank_group.loading import ANSWER_SECONDS, loaded_share
+from serving.rank_group.messages import UsePlanes
 from serving.rank_group.parts import unpack
 from serving.rank_group.shared_planes import MappedPlanes
 from serving.shared_memory import SegmentUnavailable
 from serving.temporary import also_ours
 
-ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 
-
-def load_layout_share(
-    path: Path, dtype: str, layout: ParallelLayout, rank: int, quantization: str | None = None
-) -> LoadedModel:
-    """The rank's rows, columns and layers of the model at `path`. Raises ValueError as `load` does."""
-    return load(path, dtype, quantization=quantization, layout=partial(hold_share, layout=layout, rank=rank))
+def load_layout_share(order: LoadLayout, quantization: str | None = None) -> LoadedModel:
+    """The rank's rows, columns and layers of a model. Raises ValueError as `load` does."""
+    layout = partial(hold_share, layout=order.layout, rank=order.rank)
+    return load(order.path, order.dtype, order.device, quantization, layout=layout)
 
 
 def connect(model: Decoder, layout: ParallelLayout, rank: int, store: FileStore, deadline: float) -> ParallelRank:
-    """Meet the other ranks, and let `model` compute with theirs. Raises RankLost, StoreUnavailable."""
-    ranks = ParallelRank.join(layout, rank, store, deadline=deadline)
+    """Meet the other ranks by way of the device of `model`, and let it compute with theirs.
+
+    Raises RankLost, StoreUnavailable, and ValueError where torch has no NCCL for a device.
+    """
+    device = next(model.parameters()).device
+    ranks = ParallelRank.join(layout, rank, store, deadline=deadline, device=device)
     apply_parallel(model, ranks)
     return ranks
 
@@ -68,7 +69,7 @@ class LayoutRank:
 def serve_layout(channel: Channel, order: LoadLayout) -> None:
     """Do what the leader says until it closes the channel. Raises ChannelClosed, RankLost."""
     torch.set_num_threads(order.threads)
-    loaded = _loaded(channel, order)
+    loaded = loaded_share(channel, lambda: load_layout_share(order))
     rank = None if loaded is None else _met(channel, loaded.model, order)
     if rank is None:
         return
@@ -81,17 +82,6 @@ def serve_layout(channel: Channel, order: LoadLayout) -> None:
             channel.send(rank.run(word), ANSWER_SECONDS)
 
 
-def _loaded(channel: Channel, order: LoadLayout) -> LoadedModel | None:
-    """The share of the model; None where the leader has been told why there is none."""
-    try:
-        loaded = load_layout_share(order.path, order.dtype, order.layout, order.rank)
-    except (ValueError, OSError) as error:
-        channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
-        return None
-    channel.send(ShareLoaded(sum(one.nbytes for one in loaded.model.parameters())), ANSWER_SECONDS)
-    return loaded
-
-
 def _met(channel: Channel, model: Decoder, order: LoadLayout) -> LayoutRank | None:
     """The rank ready for steps; None where the leader has been told why it is not."""
     meeting: MeetLayout = channel.receive(None)
@@ -100,7 +90,7 @@ def _met(channel: Channel, model: Decoder, order: LoadLayout) -> LayoutRank | No
         kv, store = MappedPlanes(meeting.segment), FileStore(str(meeting.store), order.layout.ranks)
         ranks = connect(model, order.layout, order.rank, store, meeting.deadline)
     except (RankLost, SegmentUnavailable, StoreUnavailable) as error:
-        channel.send(LayoutMet(error=str(error)), ANSWER_SECONDS)
+        channel.send(Ready(error=str(error)), ANSWER_SECONDS)
         return None
-    channel.send(LayoutMet(), ANSWER_SECONDS)
+    channel.send(Ready(), ANSWER_SECONDS)
     return LayoutRank(model, ranks, kv)

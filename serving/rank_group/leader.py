@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
 from serving.rank_group.forward import GroupForward
+from serving.rank_group.loading import load_together
 from serving.rank_group.member import EpochMember, loader_of
 from serving.rank_group.messages import Balancing
 from serving.rank_group.ranks import RankGroup
@@ -94,19 +96,9 @@ def load_spread(
         raise ValueError(f"--data-parallel-size {ranks}: {error}") from error
     torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     group = RankGroup(ranks, deadline, redundant=redundant, balancing=balancing)
-    spread: SpreadModel | None = None
-    try:
-        group.load(path, dtype)
-        own = load_share(path, dtype, LEADER, ranks, redundant, quantization)
-        group.loaded()
-        parts = {one.name: getattr(own, one.name) for one in fields(own)}
-        spread = SpreadModel(**parts, ranks=group, load_expert=loader_of(path, dtype))
-        return spread
-    except RankLost as lost:
-        raise ValueError(f"the model is not loaded: {lost}") from lost
-    finally:
-        if spread is None:
-            group.close()
+    own = partial(load_share, path, dtype, LEADER, ranks, redundant, quantization)
+    make = partial(SpreadModel, ranks=group, load_expert=loader_of(path, dtype))
+    return load_together(group, path, dtype, own, make)
 
 
 def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -> GroupForward:

@@ -1,11 +1,11 @@
-"""Cuts a ragged batch into parts of some of its sequences, and packs such a part for another process.
+"""What a step of several ranks is made of: parts of a batch, packed for another process, and word of its layers.
 
 Shapes: T new tokens, R rows whose hidden states are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,29 @@ def part_of_batch(batch: RaggedBatch, chosen: Sequence[int]) -> BatchPart:
         long_rope=None if batch.long_rope is None else batch.long_rope[rows_t],
     )
     return BatchPart(part, places)
+
+
+def arrived(batch: RaggedBatch, layers: int) -> RaggedBatch | None:
+    """The batch once all `layers` of the prefix that it waits for have come; None where it leaves its barrier.
+
+    Ranks wait for each other in every layer, so none begins such a step sooner.
+    """
+    if batch.barrier is None:
+        return batch
+    return replace(batch, barrier=None) if batch.barrier.passes(layers - 1) else None
+
+
+class ToldLayers:
+    """Tells of layers whose KV all ranks have written, each once and in order."""
+
+    def __init__(self, layer_done: Callable[[int], None]) -> None:
+        self._tell, self._told = layer_done, 0
+
+    def upto(self, layers: int) -> None:
+        """So many leading ones are written."""
+        for layer in range(self._told, layers):
+            self._tell(layer)
+        self._told = max(self._told, layers)
 
 
 def pack(batch: RaggedBatch) -> PackedBatch:

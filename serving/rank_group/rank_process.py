@@ -1,7 +1,7 @@
-"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR LEADER`.
+"""A rank of a group but its leader: `python -m serving.rank_group.rank_process DESCRIPTOR LEADER [LANE …]`.
 
-It does what the leader, process LEADER, says on the socket it inherits, and leaves when that closes or the process
-ends; signals that ask a process to leave are the leader's to hear. It holds no sequences and draws no tokens.
+It does what the leader, process LEADER, says on the sockets it inherits, and leaves when the first closes or the
+process ends; signals that ask a process to leave are the leader's to hear. It holds no sequences and draws no tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from serving.rank_group.device_messages import LoadOnDevice
 from serving.rank_group.device_rank import serve_on_device
 from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.layout_rank import serve_layout
+from serving.rank_group.loading import ANSWER_SECONDS, loaded_share
 from serving.rank_group.member import EpochMember, loader_of
 from serving.rank_group.messages import (
     BeginEpoch,
@@ -44,7 +47,6 @@ from serving.rank_group.messages import (
     MapKV,
     Outcome,
     RunStep,
-    ShareLoaded,
     StepDone,
     StepDropped,
     StepFailed,
@@ -58,7 +60,6 @@ from serving.temporary import also_ours, remove_temporary_folders
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 60.0  # the leader reads answers as they come, or has ended
 LEADER_SECONDS = 0.2  # a broken connection is seen before the end of the process that held it
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -125,17 +126,21 @@ class FollowingRank:
         return EpochBegun()
 
 
-def serve(channel: Channel) -> None:
-    """Do what the leader says until it closes the channel. Raises ChannelClosed; RankLost of a group with a layout."""
+def serve(channel: Channel, lanes: Sequence[Channel] = ()) -> None:
+    """Do what the leader says until it closes the channel, and beside it what comes by its `lanes`.
+
+    Raises ChannelClosed; RankLost of a group with a layout.
+    """
     order: LoadShare | LoadLayout | LoadOnDevice = channel.receive(None)
+    if isinstance(order, LoadOnDevice):
+        serve_on_device(channel, lanes, order)
+        return
     if isinstance(order, LoadLayout):
         serve_layout(channel, order)
         return
-    if isinstance(order, LoadOnDevice):
-        serve_on_device(channel, order)
-        return
     torch.set_num_threads(order.threads)
-    loaded = _loaded(channel, order)
+    share = partial(load_share, order.path, order.dtype, order.rank, order.ranks, order.redundant)
+    loaded = loaded_share(channel, share)
     rank = None if loaded is None else _mapped(channel, loaded, order)
     if rank is None:
         return
@@ -147,17 +152,6 @@ def serve(channel: Channel) -> None:
         if isinstance(answer, EpochBegun) and answer.error is not None and not answer.lost:
             log.error("this rank leaves: %s", answer.error)
             return
-
-
-def _loaded(channel: Channel, order: LoadShare) -> LoadedModel | None:
-    """The share of the model; None where the leader has been told why there is none."""
-    try:
-        loaded = load_share(order.path, order.dtype, order.rank, order.ranks, order.redundant)
-    except (ValueError, OSError) as error:
-        channel.send(ShareLoaded(error=str(error)), ANSWER_SECONDS)
-        return None
-    channel.send(ShareLoaded(sum(one.nbytes for one in loaded.model.parameters())), ANSWER_SECONDS)
-    return loaded
 
 
 def _mapped(channel: Channel, loaded: LoadedModel, order: LoadShare) -> FollowingRank | None:
@@ -198,12 +192,13 @@ def main() -> int:
     for number in ENDING:  # who ends a whole service tells all its processes: the leader still has requests to finish
         signal.signal(number, signal.SIG_IGN)
     setup_helper(os.environ)
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    watching = leave_with(int(sys.argv[2]))
+    theirs, parent, *beside = map(int, sys.argv[1:])
+    channel, *lanes = (Channel(socket.socket(fileno=file)) for file in (theirs, *beside))
+    watching = leave_with(parent)
     if watching is None:
         return 0
     try:
-        serve(channel)
+        serve(channel, lanes)
     except ChannelClosed:  # the leader has left, maybe without a chance to remove what it made
         remove_temporary_folders()
         return 0

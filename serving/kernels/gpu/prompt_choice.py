@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,7 +26,15 @@ log = logging.getLogger(__name__)
 
 TRITON, FLASHINFER = "triton", "flashinfer"
 TAKES = (torch.bfloat16, torch.float16)
-SOURCES = ("prompt_choice.py", "prompt_trial.py", "prompt_attention.py", "planes.py", "flashinfer_prompts.py")
+SOURCES = (
+    "prompt_choice.py",
+    "prompt_trial.py",
+    "prompt_attention.py",
+    "prompts.py",
+    "planes.py",
+    "flashinfer_prompts.py",
+)
+MOST_CRASHES = 2  # of processes that tried it, in a row: one may have been ended by somebody, or for want of memory
 
 
 @torch.inference_mode()
@@ -70,6 +78,7 @@ def _demanded(work: PromptWork, device: torch.device, verdicts: Verdicts) -> Pro
         known = kept.get(str(work.key))
         if known is not None and known.failed:
             del kept[str(work.key)]
+        verdicts.forget_crashes(str(work.key))
     return made
 
 
@@ -78,23 +87,35 @@ def _quicker(
 ) -> tuple[PromptAttention, str]:
     """FlashInfer for the steps where it gains enough, and how much. Raises NotUsed where that is none."""
     name, made = str(work.key), None
-    with verdicts.held() as kept:
-        known = kept.get(name)
-        if known is None:
-            with _failures_in(kept, name):
-                made = tried(work, device)
-                with LibraryTrial():
-                    kept[name] = verdict = _judged(gains(made, work, device, clock))
-        elif known.failed:
-            again = f"--attention-backend flashinfer tries it again, and so does a start without {verdicts.path}"
-            raise NotUsed(f"{known.reason}, when it was tried before; {again}")
-        else:
-            verdict = known
-    if verdict.least is None:
-        raise NotUsed(verdict.reason)
-    if made is None:
-        made = _tried_again(work, device, verdicts)
-    return LargeSteps(made, verdict.least), f" of {verdict.least} tokens and more, {verdict.reason}"
+    with ExitStack() as trying:
+        with verdicts.held() as kept:
+            known = _known(kept, name, verdicts)
+            if known is None or known.least is not None:
+                trying.enter_context(verdicts.trying(name))
+            if known is None:
+                with _failures_in(kept, name):
+                    made = tried(work, device)
+                    with LibraryTrial():
+                        kept[name] = known = _judged(gains(made, work, device, clock))
+        if known.least is None:
+            raise NotUsed(known.reason)
+        if made is None:
+            made = _tried_again(work, device, verdicts)
+    verdicts.forget_crashes(name)
+    return LargeSteps(made, known.least), f" of {known.least} tokens and more, {known.reason}"
+
+
+def _known(kept: dict[str, LibraryVerdict], name: str, verdicts: Verdicts) -> LibraryVerdict | None:
+    """What was found before; a library that ends processes has failed. Raises NotUsed where it has."""
+    if len(verdicts.crashes(name)) >= MOST_CRASHES:
+        reason = f"FlashInfer does not run here: {MOST_CRASHES} processes have ended while they tried it"
+        kept[name] = LibraryVerdict(None, reason, failed=True)
+        verdicts.forget_crashes(name)
+    known = kept.get(name)
+    if known is not None and known.failed:
+        again = f"--attention-backend flashinfer tries it again, and so does a start without {verdicts.path}"
+        raise NotUsed(f"{known.reason}, when it was tried before; {again}")
+    return known
 
 
 def _tried_again(work: PromptWork, device: torch.device, verdicts: Verdicts) -> PromptAttention:

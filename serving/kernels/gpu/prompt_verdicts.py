@@ -1,23 +1,28 @@
 """Keeps what FlashInfer was found to be worth, and why it is not used, by device, versions, source and shape.
 
 One process tries and measures while others that start beside it wait, and all of them then hold to what it found. A
-file that cannot be read counts for nothing. It knows no kernels.
+file that cannot be read counts for nothing. A process that ends while it tries leaves a mark, which nobody holds any
+more: a library can end it without a word. It knows no kernels.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from serving.cache_folder import cache_folder, one_at_a_time, written_whole
 
 log = logging.getLogger(__name__)
+
+TRYING = ".trying"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,27 @@ class Verdicts:
                 if kept != before:
                     self._write(kept)
 
+    @contextmanager
+    def trying(self, work: str) -> Iterator[None]:
+        """A mark says meanwhile that this process tries FlashInfer for this work. Enter it while they are `held`."""
+        with ExitStack() as marked:
+            with suppress(OSError):  # a folder that cannot be written keeps no verdicts either
+                folder, prefix = self.path.parent, self._mark(work)
+                mark = marked.enter_context(NamedTemporaryFile(dir=folder, prefix=prefix, suffix=TRYING))
+                fcntl.flock(mark, fcntl.LOCK_EX)  # let go of as the process ends, however it does
+            yield
+
+    def crashes(self, work: str) -> list[Path]:
+        """The marks of processes that have ended while they tried."""
+        return [mark for mark in self.path.parent.glob(f"{self._mark(work)}*{TRYING}") if _nobody_holds(mark)]
+
+    def forget_crashes(self, work: str) -> None:
+        for mark in self.crashes(work):
+            mark.unlink(missing_ok=True)
+
+    def _mark(self, work: str) -> str:
+        return f"{self.path.stem}-{hashlib.sha256(work.encode()).hexdigest()[:16]}-"
+
     def _read(self) -> dict[str, LibraryVerdict]:
         try:
             content = json.loads(self.path.read_bytes())
@@ -73,6 +99,13 @@ class Verdicts:
             written_whole(self.path, json.dumps(content))
         except OSError as error:
             log.warning("what FlashInfer is worth is not kept in %s: %s", self.path, error)
+
+
+def _nobody_holds(mark: Path) -> bool:
+    with suppress(OSError), mark.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _verdict(entry: Any) -> LibraryVerdict | None:

@@ -98,6 +98,28 @@ def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
     assert visible_devices({VISIBLE: "GPU-a5, 3,-1,1"}, tmp_path) == ["GPU-a5", "3"], "CUDA sees none behind -1"
 
 
+@pytest.mark.parametrize(
+    ("tool", "there"),
+    [
+        ("echo 'GPU 0: NVIDIA RTX A6000 (UUID: GPU-a5)'; echo 'GPU 1: NVIDIA RTX A6000 (UUID: GPU-b6)'", ["0", "1"]),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", []),
+        (None, []),
+    ],
+)
+def test_where_all_gpus_have_one_file_the_drivers_tool_counts_them(
+    tool: str | None, there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under WSL2. Before: none were found, and all workers shared the first."""
+    if tool is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_devices({}, tmp_path) == [], "no file, no GPU: it is not asked"
+    (tmp_path / "dxg").touch()
+    assert visible_devices({}, tmp_path) == there
+    assert visible_devices({VISIBLE: "7"}, tmp_path) == ["7"]
+
+
 def test_a_process_of_its_own_sees_the_gpu_it_was_told(tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidia1").touch()

@@ -9,23 +9,30 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.ranked_kv import RankedKV
+from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
 from serving.expert_parallel.exchange import RankLost
+from serving.forward.forward import EagerForward
 from serving.forward.layer_events import LayerDone
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group import device_group
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_leader import ModelOnDevices, join_devices, load_on_devices
-from serving.rank_group.device_messages import MakeForward, RunOnDevice
-from serving.rank_group.device_rank import compute, connect
+from serving.rank_group.device_messages import MakeForward, RankKV, RunOnDevice
+from serving.rank_group.device_rank import compute
 from serving.rank_group.layout_messages import LayoutDone
+from serving.rank_group.layout_rank import connect
 from serving.rank_group.share import LEADER
 from tests.fakes.awake import retaken
 from tests.serving.rank_group.groups import BLOCK, BLOCKS_EACH, DEADLINE, LENGTHS, Side, alone, exists
@@ -51,16 +58,28 @@ def on_devices(folder: Path, ranks: int = 2, deadline: float = DEADLINE) -> Iter
         torch.set_num_threads(threads)
 
 
-def own_kv(shared: ModelOnDevices, blocks: int = BLOCKS_EACH * len(LENGTHS)) -> DeviceKV:
-    return DeviceKV(shared.kept_by(LEADER, shared.spec.kv_layers("float32")), blocks, BLOCK)
+def own_kv(shared: ModelOnDevices, blocks: int = BLOCKS_EACH * len(LENGTHS)) -> RankedKV:
+    ranks, specs = shared.ranks, shared.spec.kv_layers("float32")
+    return RankedKV(specs, blocks, BLOCK, "cpu", ranks=ranks.size, lanes=ranks.lanes)
 
 
-def forward_over(shared: ModelOnDevices, kv: DeviceKV) -> DeviceForward:
-    return join_devices(shared, kv.specs, kv.planes, CONFIG, shared.spec.max_position)
+def forward_over(shared: ModelOnDevices, kv: RankedKV) -> DeviceForward:
+    return join_devices(shared, kv.planes, kv.keep, CONFIG, shared.spec.max_position)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+def same_kv(kv: RankedKV, reference: EagerForward, one: Side) -> None:
+    """What leaves, of all heads, is what one process keeps."""
+    whole = DeviceKV(kv.specs, kv.num_blocks, BLOCK, planes=reference.planes)
+    for number in MOST:
+        slots = kv.slots(range(BLOCKS_EACH * number, BLOCKS_EACH * (number + 1)), 0, one.done[number])
+        found, wanted = (pool.read_all(range(len(kv.specs)), slots) for pool in (kv, whole))
+        for layer, expected in zip(found, wanted, strict=True):
+            for plane, same in zip(layer, expected, strict=True):
+                close(plane.view(torch.float32), same.view(torch.float32))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (4, 1)])
@@ -69,7 +88,6 @@ def test_ranks_with_kv_of_their_own_say_what_one_process_says(heads: int, kv_hea
     folder = tiny_llama(tmp_path, layers=3, hidden=8 * heads, heads=heads, kv_heads=kv_heads)
     reference = alone(folder)
     with on_devices(folder) as shared:
-        assert [layer.heads for layer in shared.kept_by(1, shared.spec.kv_layers("float32"))] == [-(-kv_heads // 2)] * 3
         forward_over(shared, own_kv(shared, 1))
         kv = own_kv(shared)
         forward = forward_over(shared, kv)
@@ -78,10 +96,7 @@ def test_ranks_with_kv_of_their_own_say_what_one_process_says(heads: int, kv_hea
             close(group.step(MOST), one.step(MOST))
         assert group.tokens == one.tokens and group.layers == [0, 1, 2]
         close(group.hidden(MOST), one.hidden(MOST))
-        held = shared.layout.kv_heads(shared.spec, LEADER)
-        for layer, wanted in zip(kv.planes, reference.planes, strict=True):
-            for plane, expected in zip(layer, wanted, strict=True):
-                close(plane, expected[:, :, held.start : held.stop])
+        same_kv(kv, reference, one)
         batch = one.batch(MOST)
         with torch.inference_mode():
             tokens, logits = forward.greedy_and_logits(batch, None, [1, 3])
@@ -115,12 +130,10 @@ def test_a_rank_that_cannot_make_its_part_says_why(noticed: str, tmp_path: Path)
                 raise RankLost(1, "its connection is broken")
 
         kv = own_kv(shared)
-        shared.ranks.join(lambda store: connect(shared.model, shared.layout, LEADER, store, DEADLINE))
-        order = MakeForward(
-            specs=kv.specs, blocks=4, config=EngineConfig(block_size=BLOCK, kernels="compiled"), max_position=64
-        )
+        shared.ranks.meet(lambda store: connect(shared.model, shared.layout, LEADER, store, DEADLINE))
+        order = MakeForward(keep=kv.keep(1), config=EngineConfig(block_size=BLOCK, kernels="compiled"), max_position=64)
         with pytest.raises(ValueError, match="rank 1: --kernels compiled: "):
-            shared.ranks.make_forward([order, order], make)
+            shared.ranks.make_forward({1: order}, make)
 
 
 def test_a_model_that_is_not_there_is_told_of_before_ranks_wait(tmp_path: Path) -> None:
@@ -132,8 +145,9 @@ def test_each_rank_sees_the_gpu_of_its_number_and_what_libraries_are_told_by(mon
     made: list[tuple[int, dict[str, str]]] = []
 
     class Started:
-        def __init__(self, rank: int, environ: dict[str, str]) -> None:
+        def __init__(self, rank: int, environ: dict[str, str], lanes: int) -> None:
             self.rank, self.process, self.channel = rank, self, self
+            self.lanes = [self] * lanes
             made.append((rank, environ))
 
         def close(self) -> None: ...
@@ -198,9 +212,10 @@ def leading(told: list[object], lost: RankLost | None = None) -> DeviceForward:
 
     group = Alone(ParallelLayout(), DEADLINE, "cpu")
     group._own = Finishing(told, lost)  # type: ignore[assignment]
-    return DeviceForward(Computing(told), group)  # type: ignore[arg-type]
+    return DeviceForward(Computing(told), group, SPEC)  # type: ignore[arg-type]
 
 
+SPEC: Any = SimpleNamespace(layers=3, vocab_size=2, hidden=4)  # of a model
 BATCH = RaggedBatch.build(tokens=[[1]], starts=[0], block_tables=[[0]], block_size=4)
 
 
@@ -210,7 +225,8 @@ def test_all_ranks_replay_a_step_or_none_does(head: bool, tells: bool) -> None:
     """One that tells of its layers is launched: a graph would exchange other sizes with it."""
     told: list[object] = []
     forward = leading(told)
-    layer_done = told.append if tells else None
+    layers: list[int] = []
+    layer_done = layers.append if tells else None
     if head:
         forward.logits(BATCH, layer_done)
     else:
@@ -221,6 +237,40 @@ def test_all_ranks_replay_a_step_or_none_does(head: bool, tells: bool) -> None:
     followed: list[object] = []
     compute(Computing(followed), BATCH, head=order.head, launched=order.launched)  # type: ignore[arg-type]
     assert followed == [computed]
+
+
+def test_a_layer_is_told_of_once_all_ranks_have_written_it() -> None:
+    """The leader has done so sooner: the sum after a layer's attention is what it waits for the others in."""
+    told: list[object] = []
+    forward = leading(told)
+
+    def logits(batch: RaggedBatch, layer_done: LayerDone | None) -> torch.Tensor:
+        assert layer_done is not None
+        for layer in range(SPEC.layers):
+            told.append(f"the leader has written {layer}")
+            layer_done(layer)
+        return torch.zeros(1, 2)
+
+    forward.own.logits = logits  # type: ignore[method-assign]
+    forward.logits(BATCH, told.append)
+    written = [f"the leader has written {layer}" for layer in range(3)]
+    assert told[1:] == [written[0], written[1], 0, written[2], 1, "finished", 2]
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_a_step_behind_a_prefix_begins_once_all_of_it_has_come(come: bool) -> None:
+    """Or on no rank: they would wait for each other in every layer."""
+    told: list[object] = []
+    forward, barrier = leading(told), LayerBarrier()
+    barrier.open(3 if come else 2)
+    barrier.hurry()
+    behind = replace(BATCH, barrier=barrier)
+    assert forward.logits(behind, None).shape == (1, 2)
+    assert (told[:1] == []) is barrier.left is not come
+    if not come:
+        assert forward.greedy(behind, None).shape == (1,) and forward.hidden(behind, None).shape == (1, 4)
+        tokens, logits = forward.greedy_and_logits(behind, None, [0])
+        assert tokens.shape == (1,) and logits.shape == (1, 2) and not told
 
 
 def test_a_lost_rank_is_told_of_before_tokens_are_read() -> None:
@@ -249,6 +299,10 @@ def test_a_leader_that_fails_within_a_step_waits_for_nobody() -> None:
         forward.logits(BATCH, None)
 
 
+def unkept(device: torch.device) -> RankKV:
+    raise AssertionError("nobody is to keep anything")
+
+
 def test_a_rank_that_ends_while_forward_passes_are_made_ends_what_the_device_waits_for() -> None:
     """A capture waits on the host for all that the device was given, and has no deadline."""
     aborted = threading.Event()
@@ -273,8 +327,8 @@ def test_a_rank_that_ends_while_forward_passes_are_made_ends_what_the_device_wai
     def captured() -> None:
         assert aborted.wait(20), "the device waits for ever"
 
-    order = MakeForward(specs=(), blocks=1, config=CONFIG, max_position=8)
+    order = MakeForward(keep=unkept, config=CONFIG, max_position=8)
     with pytest.raises(RankLost, match="rank 1"):
-        group.make_forward([order, order], captured)
+        group.make_forward({1: order}, captured)
     assert group.lost is not None
     group.others = []

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,6 +173,11 @@ def test_shares_of_kv_cover_the_planes(name: str, layout: ParallelLayout) -> Non
 def test_ranks_of_several_workers_are_told_apart_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """All write to one place where a front has several workers: a rank's lines name its worker too."""
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: started.append(env))
+
+    def begun(*_: object, env: dict[str, str], **__: object) -> SimpleNamespace:
+        started.append(env)
+        return SimpleNamespace(pid=1)
+
+    monkeypatch.setattr(subprocess, "Popen", begun)
     RankProcess(1).channel.close()
     assert json.loads(started[0][logs.HANDED_DOWN])["name"] == f"{logs.current_setup().name}/rank-1"

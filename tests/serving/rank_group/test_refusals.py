@@ -101,14 +101,6 @@ def test_what_ranks_on_gpus_cannot_share_is_refused_before_one_is_started(
     check_model(dense, ModelConfig(device="cuda", tensor_parallel_size=min(gpus, 2)))
 
 
-@pytest.mark.parametrize("command", ["prefill", "decode"])
-def test_a_worker_that_hands_kv_over_has_one_gpu(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "no such model", "-tp", "2", "--device", "cuda"]) == 2
-    assert "each GPU keeps the KV of its heads" in capsys.readouterr().err
-    assert main(["mixed", "no such model", "-tp", "2", "--device", "cuda"]) != 0
-    assert "of its heads" not in capsys.readouterr().err
-
-
 def test_a_role_may_have_sizes_of_its_own() -> None:
     config = ModelConfig(tensor_parallel_size=2, prefill_tensor_parallel_size=4, decode_pipeline_parallel_size=3)
     assert config.of("prefill").rank_flags == "--tensor-parallel-size 4"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvcache.handoff.chunk import encode
-from kvcache.memory import kv_copies
+from kvcache.memory import kv_copies, ranked_kv
 from kvcache.memory.device import DeviceKV
+from kvcache.memory.ranked_kv import CopyHeads, HeldHeads, RankedCopies, kept_by
 from serving.engine.engine import Engine
 from serving.engine.overlap import OverlapEngine
 from serving.engine.sequence import SequenceState
-from serving.kvspec import AUTO
+from serving.kvspec import AUTO, gqa
+from serving.shared_memory import FIRST_BYTE
 from tests.fakes.kv_layouts import LAYOUTS, WITH_ROOM, all_bytes, random_pool, same_parts
 from tests.fakes.sequences import lease_id
 from tests.gpu.fake_cuda import FakeCuda, installed
@@ -83,6 +88,48 @@ def test_threads_share_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(same_parts(*pair) for pair in zip(read, host.read_all(range(2), one), strict=True))
     assert cuda.total("launch") == len(spans), "a launch for all layers"
     assert {counted.stream for counted in cuda.counts} == {"kv-out"}, "nothing on the stream of the steps"
+
+
+@pytest.mark.parametrize("lane_bytes", [4 << 20, 500])
+def test_ranks_copy_their_heads_beside_the_steps(lane_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each from its own device, to where one process has them; and back."""
+    monkeypatch.setattr(ranked_kv, "LANE_BYTES", lane_bytes)
+    cuda, specs = FakeCuda(4, 0.3), (gqa(3, 8, "bfloat16"),) * 2
+    host = random_pool(specs, 6, 3, 1)
+    with installed(cuda):
+        memory = np.zeros(FIRST_BYTE + 2 * lane_bytes, np.uint8)
+        held = []
+        for rank in range(2):
+            own = DeviceKV(kept_by(rank, 2, specs), 6, 3)
+            planes = [tuple(map(cuda.tensor, layer)) for layer in own.planes]
+            held.append(HeldHeads(specs, DeviceKV(own.specs, 6, 3, planes=planes), rank, 2, memory))
+        copies = RankedCopies(specs, held[0], 2, SameProcess(held))
+        slots = host.slots([3, 1, 5, 0, 2, 4], 2, 17)
+        values = host.read_all(range(2), slots)
+        flat = [part.numpy() for layer in values for part in layer]
+        copies.put(range(2), slots, flat)
+        found = [np.empty(part.size, np.uint8) for part in flat]
+        copies.take(range(2), slots, found)
+    assert same_parts(found, [part.reshape(-1) for part in flat])
+    assert {counted.stream for counted in cuda.counts} == {"kv-out", "kv-in"}, "nothing on the stream of the steps"
+
+
+class SameProcess:
+    """Lanes to ranks of this process (kvcache.memory.ranked_kv.RankLanes)."""
+
+    count, number = 2, 1
+
+    def __init__(self, held: list[HeldHeads]) -> None:
+        self.held = held
+
+    @contextmanager
+    def one(self) -> Iterator[SameProcess]:
+        yield self
+
+    def together(self, ranks: Collection[int], word: CopyHeads, own: Callable[[], object]) -> None:
+        own()
+        for rank in set(ranks) - {0}:
+            self.held[rank].does(word)
 
 
 class Copying(Worker):
