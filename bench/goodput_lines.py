@@ -34,7 +34,18 @@ CASES: Mapping[str, str] = {
 USUAL, ALL = "chat,long-mixed,roles", "all"
 SEARCH = "--first-share 1.0 --growth 1.15 --rate-tolerance 0.16 --warm-up 10"
 """A closed loop of six gives about what 90 % attain at, so that two neighbouring rates bracket it for most."""
-REAL_FLAGS, REAL_SECONDS, PACED_SECONDS = "--quantization int8", 18.0, 40.0
+REAL_FLAGS, REAL_SECONDS, PACED_SECONDS = "--quantization int8", 18.0, 60.0
+PACED_RATES: Mapping[str, float] = {
+    "chat": 2.66,
+    "long-mixed": 1.52,
+    "shared-prefix": 2.31,
+    "roles": 1.75,
+    "roles-chat": 4.05,
+    "roles-shared-prefix": 3.06,
+    "chunks": 1.15,
+    "ablation": 1.15,
+}
+"""Where searches begin, in requests a second: about what is attained at on workers of that pace, on any machine."""
 
 
 def arguments_of(case: str, options: argparse.Namespace) -> argparse.Namespace:
@@ -49,7 +60,7 @@ def arguments_of(case: str, options: argparse.Namespace) -> argparse.Namespace:
     flags = [*shlex.split(CASES[case]), *shlex.split(SEARCH), f"--serve-flags={given}"]
     flags += ["--seconds", str(seconds), "--seeds", str(options.seeds)]
     flags += [] if options.slo_scale is None else ["--slo-scale", str(options.slo_scale)]
-    flags += ["--paced", "--lanes", str(options.lanes)] if paced else []
+    flags += ["--paced", "--lanes", str(options.lanes), "--rate", str(PACED_RATES[case])] if paced else []
     return parser.parse_args([*flags, "--out", f"{options.out}-{case}"])
 
 

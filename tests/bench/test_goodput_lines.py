@@ -36,6 +36,7 @@ def test_paced_cases_are_the_same_comparisons_side_by_side(case: str) -> None:
     args = arguments_of(case, asked("--paced", "--lanes", "2"))
     options, found = options_of(args), comparisons_of(args)
     assert args.paced and options.lanes == 2 and options.seconds == PACED_SECONDS
+    assert options.start is not None and options.start > 0
     assert "int8" not in options.base and "float32" in options.base
     real = comparisons_of(arguments_of(case, asked("--slo-scale", "3")))
     assert [one.mixture for one in found] == [one.mixture for one in real[: len(found)]]
