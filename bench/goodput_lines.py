@@ -48,6 +48,10 @@ PACED_RATES: Mapping[str, float] = {
 """Where searches begin, in requests a second: about what is attained at on workers of that pace, on any machine."""
 
 
+LANES = 3  # contenders of two workers, which leave two cores half of their time
+WIDE_CASES, WIDE_LANES = ("long-mixed", "roles", "roles-chat", "roles-shared-prefix"), 2  # of three workers each
+
+
 def arguments_of(case: str, options: argparse.Namespace) -> argparse.Namespace:
     """Of bench.policies, for one case. Raises ValueError."""
     if case not in CASES:
@@ -60,7 +64,8 @@ def arguments_of(case: str, options: argparse.Namespace) -> argparse.Namespace:
     flags = [*shlex.split(CASES[case]), *shlex.split(SEARCH), f"--serve-flags={given}"]
     flags += ["--seconds", str(seconds), "--seeds", str(options.seeds)]
     flags += [] if options.slo_scale is None else ["--slo-scale", str(options.slo_scale)]
-    flags += ["--paced", "--lanes", str(options.lanes), "--rate", str(PACED_RATES[case])] if paced else []
+    lanes = options.lanes or (WIDE_LANES if case in WIDE_CASES else LANES)
+    flags += ["--paced", "--lanes", str(lanes), "--rate", str(PACED_RATES[case])] if paced else []
     return parser.parse_args([*flags, "--out", f"{options.out}-{case}"])
 
 
@@ -86,7 +91,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cases", default=USUAL, metavar="LIST", help=f"of {', '.join(CASES)}, or {ALL} ({USUAL})")
     add("--minutes", type=float, default=20.0, metavar="M", help="begin no run after that (20)")
     add("--paced", action="store_true", help="steps last as a step cost says, and contenders run side by side")
-    add("--lanes", type=int, default=3, metavar="N", help="paced contenders at the same time (3)")
+    add(
+        "--lanes",
+        type=int,
+        metavar="N",
+        help=f"paced contenders at the same time ({LANES}; of three workers {WIDE_LANES})",
+    )
     told = f"of arrivals in a run ({REAL_SECONDS:g}; paced: {PACED_SECONDS:g})"
     add("--seconds", type=float, metavar="S", help=told)
     add("--seeds", type=int, default=3, metavar="N", help="runs that a rate is judged by (3)")

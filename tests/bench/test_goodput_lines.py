@@ -46,6 +46,14 @@ def test_paced_cases_are_the_same_comparisons_side_by_side(case: str) -> None:
     assert {each.case for each in found}.isdisjoint(each.case for each in real)
 
 
+def test_wider_fleets_have_fewer_lanes() -> None:
+    """Two cores carry six workers of that pace, and not nine."""
+    for case in CASES:
+        args = arguments_of(case, asked("--paced"))
+        widest = max(len(one.workers()) for one in comparisons_of(args)[0].contenders)
+        assert args.lanes * widest <= 6
+
+
 def test_roles_have_as_many_workers_each() -> None:
     found = comparisons_of(arguments_of("roles", asked()))[0]
     assert {len(one.workers()) for one in found.contenders} == {3}
