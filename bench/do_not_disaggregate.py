@@ -30,7 +30,8 @@ from bench.endpoint import ServerError
 from bench.mixture import Mixture, RequestKind
 from bench.own_server import commit
 from bench.own_simulator import command, model_sizes, write_profile
-from bench.policies import INTERRUPTED, UNUSABLE, Comparison, ComparisonOptions, compare, say
+from bench.policies import INTERRUPTED, UNUSABLE, compare
+from bench.referee import Comparison, ComparisonOptions, say
 from bench.report import number
 from bench.sitting import BASE_FLAGS, open_server, warm_up
 from bench.standings import table

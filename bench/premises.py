@@ -18,7 +18,7 @@ import torch
 from bench.random_folder import write_folder
 from serving.step_cost import StepCost
 
-VARIABLE = "BENCH_PACE"  # of scripts.paced
+VARIABLE, LAGS = "BENCH_PACE", "BENCH_PACE_LAGS"  # of scripts.paced
 # Computes 512 tokens within a fifth of what STEADY says of them; and what a worker guesses of such a model before its
 # first step is in about the proportions of STEADY. Another guess would be unlearned in thousands of steps only.
 SHAPE = "paced"
@@ -29,11 +29,15 @@ STEADY = StepCost(fixed=0.03, token=1.4e-3, pair=6e-7, sequence=4e-4, context=2e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Premises:
-    """`module` has the command `serve`; `model` is a folder, None: the default model. `pace`: what a step lasts."""
+    """`module` has the command `serve`; `model` is a folder, None: the default model. `pace`: what a step lasts.
+
+    Into the folder `lags` paced workers write how much longer it did.
+    """
 
     module: str = "deploy.cli"
     model: Path | None = None
     pace: StepCost | None = None
+    lags: Path | None = None
 
 
 @contextmanager
@@ -49,8 +53,11 @@ def premises(pace: StepCost | None) -> Iterator[Premises]:
         folder = Path(name)
         torch.manual_seed(0)
         write_folder(folder / "model", SHAPE, "bfloat16", torch.device("cpu"))
-        with environment({VARIABLE: json.dumps(asdict(pace)), "XDG_CACHE_HOME": str(folder / "cache")}):
-            yield Premises(module="scripts.paced", model=folder / "model", pace=pace)
+        lags = folder / "lags"
+        lags.mkdir()
+        own = {VARIABLE: json.dumps(asdict(pace)), LAGS: str(lags), "XDG_CACHE_HOME": str(folder / "cache")}
+        with environment(own):
+            yield Premises(module="scripts.paced", model=folder / "model", pace=pace, lags=lags)
 
 
 @contextmanager

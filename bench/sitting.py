@@ -23,6 +23,7 @@ from bench.mixture import Mixture, TimedAsk
 from bench.own_server import OwnServer
 from bench.prompts import Prompts, choose_prompts, find_counter
 from bench.sse import Outcome
+from bench.step_lags import StrainWatch
 from bench.summary import SloTargets, summarize
 
 WARM_SEED = 10_007  # of requests that are not counted
@@ -106,7 +107,8 @@ async def warm_up(server: OpenServer, mixture: Mixture, seconds: float) -> float
     Raises ServerError when not one succeeds.
     """
     loop, over, answered = asyncio.get_running_loop(), asyncio.Event(), 0
-    plenty = server.prepare(mixture.timed(1.0, 40 + int(20 * seconds), seed=WARM_SEED, fresh=(time.time_ns(),)))
+    timed = mixture.timed(1.0, 40 + int(20 * seconds), seed=WARM_SEED, fresh=(time.time_ns(),))
+    plenty = await asyncio.to_thread(server.prepare, timed)  # others may be measured meanwhile
     enough = loop.time() + seconds
 
     def finished(outcome: Outcome) -> None:
@@ -147,8 +149,12 @@ async def measure(
     allowance: Callable[[int], int],
     interrupted: asyncio.Event,
     commit: str = "",
+    lags: Path | None = None,
 ) -> Trial | None:
-    """One run at `key`'s rate, ended early when more than `allowance(offered)` requests missed; None: interrupted."""
+    """One run at `key`'s rate, ended early when more than `allowance(offered)` requests missed; None: interrupted.
+
+    Paced workers write how late their steps end to the folder `lags`, of which the run's metrics then tell.
+    """
     offered = mixture.count(key.rate, seconds)
     timed = mixture.timed(key.rate, offered, seed=key.seed, fresh=(round(key.rate * 1e6),))
     missed, allowed = 0, allowance(offered)
@@ -158,13 +164,18 @@ async def measure(
         missed += not mixture.met(outcome)
         return missed > allowed
 
-    prepared, arrivals = server.prepare(timed), tuple(asked.at for asked in timed)
+    prepared, arrivals = await asyncio.to_thread(server.prepare, timed), tuple(asked.at for asked in timed)
     gc.collect()
+    strained = StrainWatch(lags) if lags is not None else None
     run = await run_load(
         server.endpoint, prepared, Pace(arrivals=arrivals), Watch(hopeless=hopeless, interrupted=interrupted)
     )
+    told = strained.metrics() if strained is not None else {}
     await settle(server)
-    return None if run.stopped == "interrupted" else trial_of(run, mixture, key, commit=commit)
+    if run.stopped == "interrupted":
+        return None
+    trial = trial_of(run, mixture, key, commit=commit)
+    return replace(trial, metrics={**trial.metrics, **told})
 
 
 def trial_of(run: Run, mixture: Mixture, key: TrialKey, *, commit: str = "") -> Trial:

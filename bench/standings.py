@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from bench.mixture import Mixture
 from bench.race import Standing
 from bench.report import number
+from bench.step_lags import BUSY, LATE, strain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,18 @@ def markdown(results: Sequence[CaseResult], *, started_at: str, commit: str) -> 
 def _section(result: CaseResult) -> str:
     mixture = result.mixture
     about = f"{mixture.describe()}. Goal {result.goal:.0%}, {result.seeds} seeds of {result.seconds:g} s of arrivals."
+    about += _machine(result)
     return "\n\n".join([f"## {result.name}: {mixture.name}", about, _goodputs(result), _curves(result)])
+
+
+def _machine(result: CaseResult) -> str:
+    """How busy it was in runs that tell, and how much longer paced steps lasted than they were to."""
+    runs = [run.metrics for one in result.standings for each in one.trials.values() for run in each]
+    busy, late = (sorted(run[name] for run in runs if name in run) for name in (BUSY, LATE))
+    if not busy or not late:
+        return ""
+    spans = [f"{each[0]:.1%} to {each[-1]:.1%} ({statistics.median(each):.1%} in the median)" for each in (busy, late)]
+    return f" The machine was busy {spans[0]}; steps lasted longer than they were to by {spans[1]}."
 
 
 def _goodputs(result: CaseResult) -> str:
@@ -50,6 +63,8 @@ def _goodputs(result: CaseResult) -> str:
         kinds = ", ".join(f"{kind} {share:.0%}" for kind, share in standing.by_kind().items())
         notes = [] if standing.finished else ["unfinished"]
         notes += [f"{count} {kind}" for kind, count in standing.errors().items()]
+        strained = sum(bool(strain(run.metrics)) for each in standing.trials.values() for run in each)
+        notes += [f"{strained} runs on an overloaded machine: not to be believed"] if strained else []
         shown = [number(value) for value in (standing.rate, standing.failing, standing.crossing)]
         shown.append("" if ratio is None else f"{ratio:.2f}×")
         rows.append([standing.contender.name, *shown, kinds, ", ".join(notes)])
@@ -58,10 +73,9 @@ def _goodputs(result: CaseResult) -> str:
 
 def _curves(result: CaseResult) -> str:
     rates = sorted({rate for standing in result.standings for rate in standing.attained})
-    rows = []
-    for rate in rates:
-        shares = [standing.attained.get(rate) for standing in result.standings]
-        rows.append([number(rate), *("" if share is None else f"{share:.1%}" for share in shares)])
+    found = [{number(rate): share for rate, share in standing.attained.items()} for standing in result.standings]
+    shown = dict.fromkeys(map(number, rates))  # of searches that began elsewhere, rates may differ in the last bits
+    rows = [[rate, *(f"{each[rate]:.1%}" if rate in each else "" for each in found)] for rate in shown]
     return table(["attained at", *(standing.contender.name for standing in result.standings)], rows)
 
 

@@ -59,8 +59,9 @@ class SlackOrder(PromptOrder):
     as many tokens (prefill.fairness).
 
     Of two prompts of priorities p and q, the first is never behind the second if that came later by
-    ((p − q) / STEP + 1) · AGE seconds: so nobody starves. Prompts of one tenant without any objectives keep the order
-    they came in, and the whole queue does while nobody has any and all are one tenant's.
+    ((p − q) / STEP + 1) · AGE seconds, and by what the first one's TTFT objective has beyond AGE: so nobody starves.
+    Prompts of one tenant without any objectives keep the order they came in, and the whole queue does while nobody has
+    any and all are one tenant's.
     """
 
     def __init__(self, cost: Cost):
@@ -109,8 +110,14 @@ class SlackOrder(PromptOrder):
 
 
 def level_of(seq: SequenceState, now: float) -> float:
-    """Its priority, raised by a class for each AGE that it has waited; it may have come a moment after `now`."""
-    return seq.objectives.priority - STEP * (max(0.0, now - seq.prefill.waiting_since) // AGE)
+    """Its priority, raised by a class for each AGE that it has waited, first when it is due where that is later.
+
+    It may have come a moment after `now`.
+    """
+    since, due = seq.prefill.waiting_since, seq.objectives.due
+    if due < inf:
+        since = max(since, due - AGE)  # patience that it was given is no wait
+    return seq.objectives.priority - STEP * (max(0.0, now - since) // AGE)
 
 
 def due_of(seq: SequenceState) -> float:

@@ -46,6 +46,7 @@ class PrefillWorker:
     """See the module (serving.links.PrefillLink). `leases` is set on a worker that decodes too.
 
     `layout` says how a decode worker stores KV, `kv_wire` how it travels there (kvcache.memory.kv_dtype.choose_wire).
+    `arrived` is called when a prompt has joined the queue.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PrefillWorker:
         self.leases = leases
         self.prefixes = prefixes
         self.draining = False
+        self.arrived: Callable[[], None] = lambda: None
         self.expired = 0  # prefills ended because their deadline had passed
         self.bytes_sent = 0
         self._runs: dict[SequenceState, asyncio.Future[SequenceOutput]] = {}  # what a prefill brings out at its end
@@ -177,6 +179,7 @@ class PrefillWorker:
                 if not first.done():  # the engine may have died meanwhile
                     self.scheduler.add(seq)
             self.loop.wake(hurry=seq.incoming.arrival is None)
+            self.arrived()
             output = await first
         if output.error is not None:
             raise output.error

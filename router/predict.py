@@ -188,8 +188,10 @@ def _passed_by(other: QueuedPrompt, prompt: QueuedPrompt, now: float) -> bool:
 
 
 def _level(prompt: QueuedPrompt, now: float) -> int:
-    """Its priority, raised by a class for each AGE that it has waited, as workers do (prefill.ordering)."""
-    waited = now - prompt.at if prompt.at is not None else 0.0
+    """Its priority, raised by a class for each AGE that it has waited and is due, as workers do (prefill.ordering)."""
+    if prompt.at is None:
+        return prompt.priority
+    waited = now - (max(prompt.at, prompt.due - AGE) if prompt.due < math.inf else prompt.at)
     return prompt.priority - STEP * int(waited / AGE) if waited >= AGE else prompt.priority
 
 

@@ -3,7 +3,8 @@
     BENCH_PACE='{"fixed": 0.018, "token": 0.0017}' python -m scripts.paced serve MODEL --prefill 2 --decode 1 …
 
 Router, gRPC, leases, schedulers, KV and its way are those of any server, in processes of their own; a step computes
-the model, a small one, and then sleeps. So workers do not take each other's cores, as those on one machine do.
+the model, a small one, and then sleeps. So workers do not take each other's cores, as those on one machine do. Where
+BENCH_PACE_LAGS names a folder, each worker writes there how much longer its steps lasted than they were to.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
@@ -40,6 +42,31 @@ from serving.step_cost import StepCost, StepLoad
 
 T = TypeVar("T")
 PACE = "BENCH_PACE"  # the environment's variable with a step cost as JSON
+LAGS = "BENCH_PACE_LAGS"  # and the one with a folder
+LAG_SECONDS = 1.0  # told of in a line
+
+
+class LagLog:
+    """How much longer steps lasted than they were to: a line of JSON in `file` for about each second of steps.
+
+    `at` is its time since the epoch; `paced`, `late` and `worst` are seconds.
+    """
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.time):
+        self.file, self.clock = file, clock
+        self._told = clock()
+        self._steps, self._paced, self._late, self._worst = 0, 0.0, 0.0, 0.0
+
+    def add(self, paced: float, late: float) -> None:
+        """A step that was to last `paced` seconds, and lasted `late` longer."""
+        self._steps, self._paced, self._late = self._steps + 1, self._paced + paced, self._late + late
+        self._worst, now = max(self._worst, late), self.clock()
+        if now - self._told < LAG_SECONDS:
+            return
+        line = {"at": now, "steps": self._steps, "paced": self._paced, "late": self._late, "worst": self._worst}
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._told, self._steps, self._paced, self._late, self._worst = now, 0, 0.0, 0.0, 0.0
 
 
 class PacedForward:
@@ -51,12 +78,13 @@ class PacedForward:
         cost: StepCost,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        log: LagLog | None = None,
     ):
-        self.inner, self.cost, self.clock, self.sleep = inner, cost, clock, sleep
+        self.inner, self.cost, self.clock, self.sleep, self.log = inner, cost, clock, sleep, log
         self.form = inner.form
 
     def over(self, planes: Sequence[Planes]) -> PacedForward:
-        return PacedForward(self.inner.over(planes), self.cost, self.clock, self.sleep)
+        return PacedForward(self.inner.over(planes), self.cost, self.clock, self.sleep, self.log)
 
     def logits(self, batch: RaggedBatch, layer_done: LayerDone | None) -> Tensor:
         return self._paced(batch, partial(self.inner.logits, batch, layer_done))
@@ -73,9 +101,12 @@ class PacedForward:
         return self._paced(batch, partial(self.inner.hidden, batch, layer_done))
 
     def _paced(self, batch: RaggedBatch, compute: Callable[[], T]) -> T:
-        due = self.clock() + self.cost.seconds(load_of(batch))
+        seconds = self.cost.seconds(load_of(batch))
+        due = self.clock() + seconds
         found = compute()
         self.sleep(max(0.0, due - self.clock()))
+        if self.log is not None:
+            self.log.add(seconds, max(0.0, self.clock() - due))
         return found
 
 
@@ -89,7 +120,9 @@ def paced_forward(
     cost: StepCost, model: LoadedModel, device_kv: DeviceKV, config: EngineConfig, limit: int
 ) -> PacedForward:
     """Raises ValueError as `forward_of` does."""
-    return PacedForward(forward_of(model, device_kv, config, limit), cost)
+    folder = os.environ.get(LAGS)
+    log = LagLog(Path(folder) / f"{os.getpid()}.jsonl") if folder else None
+    return PacedForward(forward_of(model, device_kv, config, limit), cost, log=log)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from functools import partial
 
 from deploy.runtime.discovery import LOOKUP_SECONDS, RouterDirectory
@@ -26,12 +27,18 @@ from serving.rpc import Caller, asking, refused_by_tls
 
 log = logging.getLogger(__name__)
 
+NEWS_AFTER = 0.02  # seconds from a change until routers are told of it, so that what comes with it is told too
+NEWS_GAP = 0.05  # seconds between two heartbeats to a router, at least,
+NEWS_SHARE = 0.02  # of which it takes this much at most to answer one: one that has much to do is told less often
+
 Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 """Sends one heartbeat to a router, within so many seconds."""
 
 
 class Heartbeats:
     """`run()` beats until cancelled, to each router at its own pace: one that is dead slows no other.
+
+    Where there are several routers, `news()` tells each of what the others may have sent, without waiting for its turn.
 
     Names marked in `--routers` are looked up again and again: each address is a router. One that its name has lost
     stays one while it answers: it takes us for dead without heartbeats, and its requests with us would be lost.
@@ -67,6 +74,7 @@ class Heartbeats:
         self._told: list[str] = []
         self._answered: dict[str, float] = {}  # when each router did so last, by the loop's clock
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
+        self._news: dict[str, asyncio.Event] = {}  # by router: there is some since its last heartbeat
 
     async def run(self) -> None:
         try:
@@ -86,6 +94,12 @@ class Heartbeats:
     async def once(self) -> None:
         """Tell every router now."""
         await asyncio.gather(*(self._beat(caller) for caller in list(self._callers.values())))
+
+    def news(self) -> None:
+        """What the last heartbeats said is no longer so. A lone router knows: whatever comes, it has sent."""
+        if len(self._callers) > 1:
+            for event in self._news.values():
+                event.set()
 
     async def during(self, drain: Coroutine[None, None, None]) -> None:
         """Begin the drain, tell every router at once that it has begun, and see it through. Cancelled, so is it."""
@@ -141,10 +155,18 @@ class Heartbeats:
 
     async def _keep_beating(self, caller: Caller) -> None:
         clock = asyncio.get_running_loop().time
+        news = self._news[caller.address] = asyncio.Event()
         while self._callers.get(caller.address) is caller:
             began = clock()
+            news.clear()
             await self._beat(caller)
-            await asyncio.sleep(max(0.0, self.interval - (clock() - began)))
+            soonest = began + max(NEWS_GAP, (clock() - began) / NEWS_SHARE)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(began + self.interval):
+                    await news.wait()
+                    await asyncio.sleep(max(NEWS_AFTER, soonest - clock()))
+        if self._news.get(caller.address) is news:
+            del self._news[caller.address]
 
     async def _watch_parent(self) -> None:
         while True:

@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
+from deploy.runtime.heartbeats import NEWS_AFTER, NEWS_GAP
 from deploy.simulator.drafts import DraftModel, ModelledProposer
 from deploy.simulator.engine_loop import VirtualEngineLoop
 from deploy.simulator.network import ModelledDialer, ModelledLink, NetworkModel, Ports
@@ -122,6 +124,7 @@ class SimulatedCluster:
         self._links: dict[str, list[ModelledLink]] = {}  # of each router, by instance
         self.serving: list[Router] = []
         self._beats: list[asyncio.Task[None]] = []
+        self._told_at: dict[str, float] = {}  # by instance: when routers are, or were, last told of new prompts
         self._hearts: dict[str, asyncio.Task[None]] = {}  # what beats for each worker, by instance
 
     def routers(self, observer: RouterObserver) -> list[Router]:
@@ -164,6 +167,8 @@ class SimulatedCluster:
 
     def _keep_beating(self, worker: Worker, first: float) -> None:
         interval = self.plan.heartbeat_interval
+        if len(self.fleets) > 1:
+            worker.prefill.arrived = partial(self._tell_news, worker)
         self._hearts[worker.identity.instance] = self._repeat(first, interval, lambda: self._beat(worker))
 
     def _repeat(self, first: float, interval: float, what: Callable[[], None]) -> asyncio.Task[None]:
@@ -247,6 +252,18 @@ class SimulatedCluster:
         for link in self._links.get(instance, ()):
             link.flush()
         suspect(instance, error)
+
+    def _tell_news(self, worker: Worker) -> None:
+        """Routers are told soon of prompts that others have sent, as by a worker in a process."""
+        instance, now = worker.identity.instance, self.clock()
+        if self._told_at.get(instance, -inf) > now:
+            return  # they are about to be
+        at = self._told_at[instance] = max(now + NEWS_AFTER, self._told_at.get(instance, -inf) + NEWS_GAP)
+        asyncio.get_running_loop().call_at(at, self._beat_if_there, worker)
+
+    def _beat_if_there(self, worker: Worker) -> None:
+        if self.workers.get(worker.identity.instance) is worker:
+            self._beat(worker)
 
     def _beat(self, worker: Worker) -> None:
         for fleet in self.fleets:

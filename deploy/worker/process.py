@@ -63,6 +63,7 @@ class WorkerProcess:
         self._clocks = RouterClocks()
         self._pool_nodes: list[str] | None = None
         self._restarts: Counter[str] = Counter()  # of the heartbeats
+        self._heartbeats: Heartbeats | None = None
 
     async def run(self) -> int:
         settings, cluster = self.settings, self.cluster
@@ -106,12 +107,18 @@ class WorkerProcess:
         """A worker has begun, which may be another one than reported until now; None: the last one ends."""
         door.show(worker)
         self._kv_events_since.clear()
+        if worker is not None:
+            worker.prefill.arrived = self._tell_news
         if worker is not None and worker.connector is not None and self._pool_nodes is not None:
             worker.connector.set_nodes(self._pool_nodes)
 
+    def _tell_news(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.news()
+
     async def _serve(self, flippable: FlippableWorker, cache: ModelCache) -> None:
         """Report to the routers until it is time to leave, then drain."""
-        heartbeats = Heartbeats(
+        heartbeats = self._heartbeats = Heartbeats(
             partial(self._beat, flippable),
             self.cluster,
             self.settings.placement,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench.ledger import Ledger
-from bench.policies import Comparison, Referee, add_arguments, comparisons_of, options_of
+from bench.policies import add_arguments, comparisons_of, options_of
+from bench.referee import Comparison, Referee
 from tests.fakes.awake import retaken
 from tests.fakes.openai_server import scripted_server
 

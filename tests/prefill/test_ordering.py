@@ -190,10 +190,24 @@ def test_without_objectives_it_is_first_come_first_served(seed: int, now: float,
     assert in_order(same, now) == list(range(5))
 
 
+@pytest.mark.parametrize("objective", [5.0, 60.0])
+def test_a_prompt_is_not_raised_while_it_has_time(objective: float) -> None:
+    """It has waited long only by what its own objective says."""
+    patient, urgent = prompt(priority=STEP, first_token_in=objective), prompt(first_token_in=1.0)
+    first = max(AGE, objective)
+    for now, level in ((first - 1.0, STEP), (first + 0.01, 0), (first + AGE + 0.01, -STEP)):
+        assert level_of(patient, now) == level
+        urgent.prefill.waiting_since, urgent.objectives.due = now, now + 1.0
+        assert in_order([patient, urgent], now)[0] == int(level > 0 or (level == 0 and now > objective))
+
+
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_nobody_is_passed_by_those_who_come_much_later(seed: int) -> None:
-    """The bound: one of priority p is before all of priority q that came ((p − q) / STEP + 1) · AGE later."""
+    """The bound: one of priority p is before all of priority q that came ((p − q) / STEP + 1) · AGE later.
+
+    What its objective has beyond AGE comes on top.
+    """
     choice = random.Random(seed)
     queue = []
     for _ in range(choice.randrange(2, 12)):
@@ -211,7 +225,9 @@ def test_nobody_is_passed_by_those_who_come_much_later(seed: int) -> None:
         for j in order[:place]:
             levels = (queue[i].objectives.priority - queue[j].objectives.priority) / STEP + 1
             later = queue[j].prefill.waiting_since - queue[i].prefill.waiting_since
-            assert later < levels * AGE + 1e-6
+            patience = queue[i].objectives.due - queue[i].prefill.waiting_since
+            given = max(0.0, patience - AGE) if patience < inf else 0.0
+            assert later < levels * AGE + given + 1e-6
 
 
 def test_a_class_is_a_step_from_the_next() -> None:

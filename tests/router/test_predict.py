@@ -17,6 +17,7 @@ from router.candidate import AGE, STEP, UNHURRIED, QueuedPrompt
 from router.chances import within
 from router.predict import (
     LATE_SHARE,
+    _level,
     after_backlog,
     backlog_seconds,
     held_seconds,
@@ -28,6 +29,8 @@ from router.predict import (
 )
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
+from tests.fakes.sequences import make_sequence
+from tests.prefill.scripted import make_kv
 from tests.router.costed import COST, choose, wanting, worker
 
 
@@ -301,3 +304,15 @@ def test_leases_that_wait_for_prompts_count_by_the_share_that_decodes(running: i
 
 def test_workers_order_prompts_by_the_same_constants() -> None:
     assert (AGE, STEP, UNHURRIED) == (ordering.AGE, ordering.STEP, ordering.UNHURRIED)
+
+
+@given(
+    priority=st.sampled_from((-STEP, 0, STEP)),
+    objective=st.floats(0.1, 200.0) | st.just(math.inf),
+    waited=st.floats(0.0, 400.0),
+)
+def test_a_prompt_is_raised_when_its_worker_raises_it(priority: int, objective: float, waited: float) -> None:
+    sequence = make_sequence(make_kv(4, 4), [1], priority=priority)
+    sequence.prefill.waiting_since, sequence.objectives.due = 100.0, 100.0 + objective
+    queued = QueuedPrompt(priority, 100.0 + objective, 0.1, 100.0)
+    assert _level(queued, 100.0 + waited) == ordering.level_of(sequence, 100.0 + waited)

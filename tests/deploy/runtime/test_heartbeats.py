@@ -317,3 +317,69 @@ async def test_one_router_that_would_lack_a_role_is_enough_and_those_that_do_not
             await stop(task)
         for router in (older, content, poor):
             await router.server.stop(None)
+
+
+async def test_news_is_told_to_all_of_several_routers_soon_and_not_too_often() -> None:
+    one, two = ScriptedRouter([]), ScriptedRouter([])
+    routers = f"{await one.start()}, {await two.start()}"
+    heartbeats = beating(routers, interval=3600.0)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: (one.beats, two.beats) == (1, 1))
+    heartbeats.news()
+    await until(lambda: (one.beats, two.beats) == (2, 2))
+    began = asyncio.get_running_loop().time()
+    for _ in range(60):
+        heartbeats.news()
+        await asyncio.sleep(0.005)
+    seconds = asyncio.get_running_loop().time() - began
+    assert 3 <= one.beats <= 3 + seconds / module.NEWS_GAP
+    heartbeats.news()  # it may fall into a heartbeat that is under way: then another one follows
+    seen = one.beats, two.beats
+    await until(lambda: one.beats > seen[0] and two.beats > seen[1])
+    await stop(running)
+    await asyncio.gather(one.server.stop(0), two.server.stop(0))
+
+
+async def test_a_router_that_answers_slowly_is_told_of_news_less_often() -> None:
+    """It has much to do, and hears of everything at the worker's turn in any case."""
+    quick, slow = ScriptedRouter([]), SlowRouter([])
+    routers = f"{await quick.start()}, {await slow.start()}"
+    heartbeats = beating(routers, interval=3600.0)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: (quick.beats, slow.beats) == (1, 1))
+    await asyncio.sleep(2 * SlowRouter.SECONDS)
+    began = asyncio.get_running_loop().time()
+    while quick.beats < 4:
+        heartbeats.news()
+        await asyncio.sleep(0.005)
+    seconds = asyncio.get_running_loop().time() - began
+    assert slow.beats <= 2 + seconds * module.NEWS_SHARE / SlowRouter.SECONDS
+    await stop(running)
+    await asyncio.gather(quick.server.stop(0), slow.server.stop(0))
+
+
+class SlowRouter(ScriptedRouter):
+    """Takes a while to answer."""
+
+    SECONDS = 0.1
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatReply:
+        await asyncio.sleep(self.SECONDS)
+        return await super().Heartbeat(request, context)
+
+
+async def test_a_lone_router_is_told_at_its_turn() -> None:
+    router = ScriptedRouter([])
+    heartbeats = beating(await router.start(), interval=3600.0)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: router.beats == 1)
+    heartbeats.news()
+    await asyncio.sleep(3 * module.NEWS_GAP)
+    assert router.beats == 1
+    await stop(running)
+    await router.server.stop(0)
+
+
+async def test_news_before_the_first_heartbeat_harms_nothing() -> None:
+    heartbeats = beating("127.0.0.1:1, 127.0.0.1:2")
+    heartbeats.news()

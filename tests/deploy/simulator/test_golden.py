@@ -69,7 +69,7 @@ GOLDEN = {
     "drafts": "364ac9f998ddbe31",
     "a lost worker": "3e553dc19fe8f7f1",
     "workers that leave and join": "303b07933dda9acf",
-    "two routers": "d5d95f2d4be8db01",
+    "two routers": "72950929c6b3b702",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 from bench.workload import poisson_arrivals
+from deploy.runtime.heartbeats import NEWS_AFTER
 from deploy.simulator.cluster import ClusterPlan, SimulatedCluster
 from deploy.simulator.network import NetworkModel
 from deploy.simulator.outcomes import RequestOutcome
@@ -278,3 +280,20 @@ def test_what_decides_is_what_serves() -> None:
     kinds = run_virtually(main)
     assert len(kinds) >= 13
     assert [kind for kind in kinds if kind.__module__.startswith(("deploy.simulator", "tests"))] == []
+
+
+@pytest.mark.parametrize("routers", [1, 3])
+def test_several_routers_hear_soon_of_the_prompts_that_one_of_them_sent(routers: int) -> None:
+    """Before the worker's next turn to beat; a lone router knows what it has sent."""
+    heard: list[int] = []
+
+    async def look(cluster: SimulatedCluster) -> None:
+        await asyncio.sleep(NEWS_AFTER + 0.01)
+        for fleet in cluster.fleets:
+            heard.extend(each.status.leases for each in fleet.registry.workers.values())
+
+    plan = ClusterPlan.of(PROFILE, (Role.MIXED,), "goodput", routers=routers, heartbeat_interval=100.0)
+    arrivals = trace(TRAFFIC["chat"], PROFILE, 1, 5)
+    (outcome,) = simulate(plan, arrivals, 1.0, watch=look).outcomes
+    assert outcome.met
+    assert heard == ([1] * routers if routers > 1 else [0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -64,3 +65,16 @@ async def test_the_door_speaks_of_the_worker_once_it_is_shown() -> None:
         made.worker.prefill.draining = True
         health = await client.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
+
+
+async def test_each_worker_of_a_process_tells_its_routers_of_prompts_that_come() -> None:
+    """Of the one that follows a flip as well; before there are heartbeats nobody is told."""
+    made, told = WorkerProcess(Role.MIXED, read_settings({})), list[str]()
+    workers = [Worker(Role.MIXED).worker, Worker(Role.PREFILL).worker]
+    for worker in workers:
+        made._shown(WorkerDoor(("name",), "millrace"), worker)
+    workers[0].prefill.arrived()
+    made._heartbeats = SimpleNamespace(news=lambda: told.append("news"))  # type: ignore[assignment]
+    for worker in workers:
+        worker.prefill.arrived()
+    assert told == ["news"] * 2
