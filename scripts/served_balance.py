@@ -1,14 +1,13 @@
 """Experts that move between the ranks of a worker that serves: what its steps take, and whether texts stay the same.
 
-Run `python -m scripts.served_balance`. Clients ask through a router without pause; every few seconds their prompts
-change to another topic, whose rows prefer other experts. So steps during which weights are copied, and steps without,
-take turns in one run. Texts are compared with those of one process that holds all experts.
+Run `python -m scripts.served_balance`. Clients, in a process of their own, ask through a router without pause; every
+few seconds their prompts change to another topic, whose rows prefer other experts. So steps during which weights are
+copied, and steps without, take turns in one run. Texts are compared with those of one process that holds all experts.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 import tempfile
@@ -17,7 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+import uvloop
 
+from scripts.served_clients import served_apart
 from scripts.served_group import ModelSize, Prompt, Step, prompts, served, write_model
 from serving.expert_parallel.copies import CHUNK
 from serving.expert_parallel.replanning import BalancePolicy
@@ -44,16 +45,11 @@ async def alone(path: Path, clients: int) -> dict[Prompt, tuple[int, ...]]:
 
 async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: dict[Prompt, tuple[int, ...]]) -> str:
     """Serve for so long; what the steps and texts were."""
-    topics = asked_for(clients)
-    async with served(spread, clients) as group:
-        group.start(topics[0])
-        for topic in topics[1:] + topics[:1]:
-            await asyncio.sleep(seconds / TOPICS)
-            group.wanted = list(topic)
-        await group.stop()
-        wrong = sum(text.tokens != wanted[text.prompt] for text in group.texts)
-        told = f"texts: {len(group.texts)} whole ones, of which {wrong} differ from those of one process"
-        return "\n".join([*step_table(group.steps.found), *budget_lines(group.steps.found, spread), told])
+    async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
+        texts = await asked
+        wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
+        told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
+        return "\n".join([*step_table(steps.found), *budget_lines(steps.found, spread), told])
 
 
 def step_table(steps: Sequence[Step]) -> Iterator[str]:
@@ -108,19 +104,24 @@ def loads() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser, small = argparse.ArgumentParser(description=__doc__), ModelSize()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--redundant", type=int, default=4, help="slots beyond one for each of 16 experts")
     parser.add_argument("--megabytes", type=float, default=4.0, help="of weights a second that a rank may copy")
+    parser.add_argument("--layers", type=int, default=small.layers)
+    parser.add_argument("--hidden", type=int, default=small.hidden, help="1024 and a width of 1024: longer steps")
+    parser.add_argument("--width", type=int, default=small.width, help="of an expert")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--still", action="store_true", help="no expert moves: what the machine does by itself")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = write_model(Path(folder), ModelSize())
-        print(f"{args.ranks} ranks, {args.clients} clients, load averages {loads()}", flush=True)
+        size = ModelSize(layers=args.layers, hidden=args.hidden, width=args.width)
+        path = write_model(Path(folder), size)
+        shape = f"{size.layers} layers, hidden {size.hidden}, {size.experts} experts of {size.width}"
+        print(f"{args.ranks} ranks, {args.clients} clients; {shape}; load averages {loads()}", flush=True)
         torch.set_num_threads(1)
-        wanted = asyncio.run(alone(path, args.clients))
+        wanted = uvloop.run(alone(path, args.clients))
         balancing = (
             None if args.still else Balancing(policy=POLICY, interval=INTERVAL, bytes_per_second=args.megabytes * 1e6)
         )
@@ -129,7 +130,7 @@ def main() -> None:
             path, "float32", None, args.ranks, DEADLINE, redundant=args.redundant, balancing=balancing
         )  # fmt: skip
         try:
-            print(asyncio.run(under_load(spread, args.clients, args.seconds, wanted)))
+            print(uvloop.run(under_load(spread, args.clients, args.seconds, wanted)))
         finally:
             spread.ranks.close()
         print(f"load averages at the end {loads()}")

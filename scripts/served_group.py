@@ -175,12 +175,11 @@ async def asked(router: Router, prompt: Prompt, heard: list[float]) -> Text:
     return Text(prompt, tuple(tokens))
 
 
-class Served:
-    """A worker behind a router. `ask` texts once, or keep clients asking until `stop`."""
+class Clients:
+    """Of a router. `ask` texts once, or keep clients asking until `stop`."""
 
-    def __init__(self, cluster: LocalCluster, steps: Steps) -> None:
-        self.cluster, self.steps = cluster, steps
-        self.router = cluster.router(Silent())
+    def __init__(self, router: Router) -> None:
+        self.router = router
         self.texts: list[Text] = []
         self.heard: list[list[float]] = []  # of each client
         self._asking: list[asyncio.Task[None]] = []
@@ -206,11 +205,23 @@ class Served:
                 await task
 
 
+class Served(Clients):
+    """Those of a worker behind a router in this process."""
+
+    def __init__(self, cluster: LocalCluster, steps: Steps) -> None:
+        super().__init__(cluster.router(Silent()))
+        self.cluster, self.steps = cluster, steps
+
+
+def engine_config(concurrency: int) -> EngineConfig:
+    return EngineConfig(num_kv_blocks=16 * concurrency, max_num_batched_tokens=128, max_num_seqs=concurrency)
+
+
 @asynccontextmanager
 async def served(model: LoadedModel, concurrency: int) -> AsyncIterator[Served]:
     """One worker over `model`, its ranks if it has any, and a router."""
-    engine = EngineConfig(num_kv_blocks=16 * concurrency, max_num_batched_tokens=128, max_num_seqs=concurrency)
-    cluster = LocalCluster(model, ModelConfig(dtype="float32"), engine, RouterConfig(patience=60.0))
+    config = RouterConfig(patience=60.0)
+    cluster = LocalCluster(model, ModelConfig(dtype="float32"), engine_config(concurrency), config)
     await cluster.start()
     try:
         steps = Steps(model if isinstance(model, SpreadModel) else None)

@@ -29,6 +29,7 @@ from deploy.worker.proposers import load_draft_parts
 from deploy.worker.status_door import WorkerDoor
 from deploy.worker.worker import Worker
 from kvcache.transfer.choice import AUTO
+from serving.collecting import collect_seldom
 from serving.grpc_tls import grpc_tls
 from serving.malloc import give_back_freed_memory, give_back_memory, keep_freed_memory
 from serving.messages import Role
@@ -79,6 +80,7 @@ class WorkerProcess:
             give_back_freed_memory()
             model = await cache.load()
             stack.callback(release, model)
+            collect_seldom()  # before the worker is made: others may follow it, and it must be collected then
             door.waits_for = "the engine to start"
             drafts = await asyncio.to_thread(load_draft_parts, self.role, model, settings.model_config, settings.engine)
             grpc_server = server(cluster.cluster_key, self.tls)

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from serving.kernels.cpu.grouped import PlacedRows
+
 WIRE_DTYPES = (torch.int8, torch.bfloat16, torch.float32)
 BACK_DTYPES = (torch.bfloat16, torch.float32)
 SCALE_BYTES = 4
@@ -99,17 +101,27 @@ class Received:
     """What `dispatch` brought: `counts` int32 [S] rows for each slot, N in all. Valid until their results are sent.
 
     Slot after slot, the rows come in portions, each gathered when it is asked for: it is in a cache when it is used.
-    Results that are written into `results` [N, H], where there is such memory, need no copy.
+    Who can read int8 rows where they lie, each elsewhere, asks for `in_place` and has none gathered. Results that are
+    written into `results` [N, H], where there is such memory, need no copy.
     """
 
     portions: Iterable[Portion]
     counts: Tensor
     results: Tensor | None = None
+    placed: PlacedRows | None = None
 
     @staticmethod
     def of(rows: Rows, counts: Tensor) -> Received:
         """Rows that lie in one place."""
         return Received((Portion(range(len(counts)), rows),), counts)
+
+    def in_place(self) -> PlacedRows:
+        """Where each of all rows, of int8, lies in memory of this host."""
+        if self.placed is not None:
+            return self.placed
+        rows = self.whole()
+        assert isinstance(self.portions, tuple) and rows.scale is not None, "a copy would not outlive this call"
+        return PlacedRows.of(rows.values, rows.scale)
 
     def whole(self) -> Rows:
         """All rows [N, H] in one place: a copy where there are several portions."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, Received, Rows
+from serving.expert_parallel.grouped import grouped
 from serving.expert_parallel.physical import PhysicalExperts
 from serving.model.decoder import Decoder, Layer
 from serving.model.expert_balance import ExpertPlacement
@@ -33,15 +34,20 @@ class ExpertParallelMlp(MoeMlp):
         self.physical = PhysicalExperts(placement, exchange.rank)
         held = dict(mlp.experts.named_children())
         self.held = placement.slots[exchange.rank]  # the expert behind each slot
-        self.slots = [held[str(expert)] for expert in self.held]
+        self._fill([held[str(expert)] for expert in self.held])
         self.count: Callable[[Tensor], object] = _uncounted
 
     def hold(self, slots: Sequence[nn.Module], physical: PhysicalExperts, placement: ExpertPlacement) -> None:
         """From the next step on this rank has these experts behind its slots; all ranks change alike."""
-        self.slots, self.physical = list(slots), physical
+        self._fill(slots)
+        self.physical = physical
         self.held = placement.slots[self.exchange.rank]
         own = zip(self.held, slots, strict=True)
         self.experts = nn.ModuleDict({str(expert): module for expert, module in own})  # type: ignore[assignment]
+
+    def _fill(self, slots: Sequence[nn.Module]) -> None:
+        self.slots = list(slots)
+        self.together = grouped(slots) if self.exchange.shape.wire is torch.int8 else None
 
     def mixed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self.count(experts_TK)
@@ -66,18 +72,24 @@ class ExpertParallelMlp(MoeMlp):
 
     def _results(self, received: Received, dtype: torch.dtype) -> Tensor:
         """What this rank's experts make of the rows received, [N, H], in their order."""
-        counts, out = received.counts.tolist(), received.results
+        out = received.results
         if out is None or out.dtype != dtype:
-            out = torch.empty(sum(counts), self.exchange.shape.hidden, dtype=dtype, device=received.counts.device)
-        end = 0
-        for portion in received.portions:
-            first = end
-            for slot in portion.slots:
-                begin, end = end, end + counts[slot]
-                if begin < end:
-                    rows = slice(begin - first, end - first)
-                    out[begin:end] = _of_rows(self.slots[slot], portion.rows, rows, dtype)
-        return out
+            shape = int(received.counts.sum()), self.exchange.shape.hidden
+            out = torch.empty(shape, dtype=dtype, device=received.counts.device)
+        return one_by_one(self.slots, received, out) if self.together is None else self.together.results(received, out)
+
+
+def one_by_one(slots: Sequence[nn.Module], received: Received, out: Tensor) -> Tensor:
+    """What the experts behind the slots make of the rows received, by their own modules, in `out` [N, H]."""
+    counts, end = received.counts.tolist(), 0
+    for portion in received.portions:
+        first = end
+        for slot in portion.slots:
+            begin, end = end, end + counts[slot]
+            if begin < end:
+                rows = slice(begin - first, end - first)
+                out[begin:end] = _of_rows(slots[slot], portion.rows, rows, out.dtype)
+    return out
 
 
 def _of_rows(expert: nn.Module, portion: Rows, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -93,7 +105,7 @@ def _uncounted(_: Tensor) -> None:
 def _of_quantized(expert: nn.Module, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """An INT8 expert of rows that travelled as its first layer would have quantized them."""
     assert isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
-    return expert.down(expert.product(expert.gate_up.of_quantized(values, scale).to(dtype)))
+    return few_alike(expert.down, expert.product(expert.gate_up.of_quantized(values, scale).to(dtype)))
 
 
 def hold_experts(model: Decoder, placements: Sequence[ExpertPlacement], rank: int) -> None:

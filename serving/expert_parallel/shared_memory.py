@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
@@ -35,6 +36,7 @@ from serving.expert_parallel.processes import ProcessWatch
 from serving.kernels import cpu
 from serving.kernels.cpu.exchange import REASONS, ExchangeFunctions, Shape
 from serving.kernels.cpu.exchange import Traffic as CountedTraffic
+from serving.kernels.cpu.grouped import PlacedRows
 from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable, available, mapped, process_of
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
@@ -69,6 +71,7 @@ class SharedMemoryExchange(RoundTrips):
         self._gathered = self._values.data_ptr(), None if self._scales is None else self._scales.data_ptr()
         self._counts = [torch.zeros(shape.slots, dtype=torch.int32) for _ in range(2)]
         self._results = [self._results_of(region) for region in range(2)]
+        self._placed = [self._places_of(region) for region in range(2)] if quantized else None
         self._told = ctypes.c_int32()  # a second answer of a function
         self._sums = torch.empty(shape.max_tokens, shape.hidden)
         self._tokens, self._received = [0, 0], [0, 0]
@@ -167,7 +170,8 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
         self._received[self._arrived % 2] = received
         region = self._told.value
-        return Received(_Portions(self, region), counts, self._results[region][:received])
+        placed = None if self._placed is None else self._placed[region](received)
+        return Received(_Portions(self, region), counts, self._results[region][:received], placed)
 
     def portions(self, region: int) -> Iterator[Portion]:
         """The rows received that lie in this region, gathered as they are asked for."""
@@ -206,6 +210,13 @@ class SharedMemoryExchange(RoundTrips):
         end = first + self.shape.most_received * self.shape.hidden * self.shape.back.itemsize
         return torch.from_numpy(own[first:end]).view(self.shape.back).view(-1, self.shape.hidden)
 
+    def _places_of(self, region: int) -> Callable[[int], PlacedRows]:
+        """For so many rows received in this region, where they lie."""
+        most = self.shape.most_received
+        addresses = _numbers(self._functions.rows(self._exchange, region), ctypes.c_int64, most)
+        scales = _numbers(self._functions.scales(self._exchange, region), ctypes.c_float, most)
+        return lru_cache(KEPT_VIEWS)(lambda count: PlacedRows(addresses[:count], scales[:count]))
+
     def _check(self) -> None:
         """Raises RankLost once there was one, and after the end."""
         if self._exchange is None or self._loss.reason:
@@ -225,6 +236,11 @@ class SharedMemoryExchange(RoundTrips):
         self._exchange = None
         self._watch.close()
         self._segments, self._results = [], []
+
+
+def _numbers(address: int, kind: type[ctypes.c_int64 | ctypes.c_float], count: int) -> Tensor:
+    """So many of them that are of the compiled exchange, and are there as long as it is."""
+    return torch.from_numpy(np.ctypeslib.as_array((kind * count).from_address(address)))
 
 
 def _first_rows(values: Tensor, scales: Tensor | None, count: int) -> Rows:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from serving.channel import Channel, ChannelClosed
+from serving.collecting import collect_seldom
 from serving.errors import MISTAKES
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
@@ -145,6 +146,7 @@ def serve(channel: Channel, lanes: Sequence[Channel] = ()) -> None:
     if rank is None:
         return
     keep_freed_memory()
+    collect_seldom()  # all ranks would wait for this one meanwhile, in the middle of a step
     while True:
         answer = rank.does(channel.receive(None))
         if answer is not None:

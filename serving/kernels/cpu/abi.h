@@ -71,6 +71,26 @@ struct Experts {
     const Linear* down;     // [count]
 };
 
+// INT8 linear layers of one shape, one for each slot, and rows for them: those of the first slot, then of the next.
+// Weights lie as in a checkpoint, [outputs, inputs].
+struct Grouped {
+    int32_t slots;
+    int32_t inputs;
+    int32_t outputs;
+    int32_t rows_count;             // N
+    int32_t x_kind;                 // KIND_INT8: rows are at `places`; else in `x`, and are quantized one by one
+    int32_t out_kind;               // KIND_BF16 or KIND_F32
+    int32_t bias_kind;              // KIND_BF16 or KIND_F32; 0: there is none
+    const void* x;                  // [N, inputs], but for int8
+    const int64_t* places;          // [N] the address of each row [inputs], int8 only
+    const float* row_scale;         // [N], int8 only
+    const int32_t* counts;          // [slots] rows
+    const void* const* weight;      // [slots]
+    const void* const* scale;       // [slots], each float [outputs]
+    const void* const* bias;        // [slots], each [outputs]
+    void* out;                      // [N, outputs]
+};
+
 struct Layer {
     const float* attention_norm;  // [hidden]
     const float* mlp_norm;        // [hidden]

@@ -44,8 +44,9 @@ struct Exchange : Waits {
     }
 
     // Where the next dispatch lies. All ranks begin and finish in one order, so that all choose alike. Of the dispatch
-    // before in the same region nobody reads anything any more: this rank has its results, and so its peers had its rows;
-    // and before it writes results, its peers have begun this dispatch, and so they had the results before.
+    // before in the same region nobody reads anything any more: this rank has its results, and so its peers, which read
+    // its rows where they lie, had computed with them; and before it writes results, its peers have begun this dispatch,
+    // and so they had the results before.
     int free_region() const { return dispatched == combined ? 0 : 1 - region_of[dispatched & 1]; }
     Trip& trip(uint32_t sequence) { return trips[region_of[sequence & 1]]; }
 
@@ -272,6 +273,14 @@ int64_t millrace_exchange_finish_dispatch(Exchange* exchange, int32_t* counts, i
 }
 
 int64_t millrace_exchange_portion(const ExchangeShape* shape) { return Layout(*shape).portion; }
+
+const uint8_t* const* millrace_exchange_rows(const Exchange* exchange, int32_t region) {
+    return exchange->trips[region].rows.data();
+}
+
+const float* millrace_exchange_scales(const Exchange* exchange, int32_t region) {
+    return exchange->trips[region].scales.data();
+}
 
 int64_t millrace_exchange_gather(const Exchange* exchange, int32_t region, int32_t first, void* values, float* scales,
                                  int32_t* end) {

@@ -62,6 +62,11 @@ int64_t millrace_exchange_finish_dispatch(Exchange* exchange, int32_t* counts, i
 // The most rows that are gathered at once: all of any one slot.
 int64_t millrace_exchange_portion(const ExchangeShape* shape);
 
+// Where each row received for a region lies, in its sender's segment, slot by slot, and for int8 its scale: tables that
+// stay where they are, and whose numbers hold as the rows do, until their results are sent.
+const uint8_t* const* millrace_exchange_rows(const Exchange* exchange, int32_t region);
+const float* millrace_exchange_scales(const Exchange* exchange, int32_t region);
+
 // Copies the rows of slot `first`, and of as many after it as fit a portion, in `values` and `scales`, slot by slot,
 // each slot's by rank and then as they came. The number of rows; `end` is the slot after the last.
 int64_t millrace_exchange_gather(const Exchange* exchange, int32_t region, int32_t first, void* values, float* scales,

@@ -34,6 +34,8 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "begin_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS]),
     "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, POINTER(c_int32)]),
     "portion": (c_int64, [POINTER(Shape)]),
+    "rows": (c_void_p, [_ADDRESS, c_int32]),
+    "scales": (c_void_p, [_ADDRESS, c_int32]),
     "gather": (c_int64, [_ADDRESS, c_int32, c_int32, _ADDRESS, _ADDRESS, POINTER(c_int32)]),
     "announce": (None, [_ADDRESS, c_int32]),
     "agreed": (c_int32, [_ADDRESS]),
@@ -59,6 +61,8 @@ class ExchangeFunctions:
         self.begin_dispatch = library.millrace_exchange_begin_dispatch
         self.finish_dispatch = library.millrace_exchange_finish_dispatch
         self.portion = library.millrace_exchange_portion
+        self.rows = library.millrace_exchange_rows
+        self.scales = library.millrace_exchange_scales
         self.gather = library.millrace_exchange_gather
         self.announce = library.millrace_exchange_announce
         self.agreed = library.millrace_exchange_agreed

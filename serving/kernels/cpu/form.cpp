@@ -3,6 +3,7 @@
 #include "form.h"
 
 #include "decoder.h"
+#include "grouped.h"
 #include "sample.h"
 
 #define JOINED(name, form) millrace_##name##_##form
@@ -115,6 +116,21 @@ KERNEL(expert_rows)(Context& c, const Experts& e, const float* x, const int32_t*
     sizes.top_k = 1;
     add_experts(c, e, sizes, x, rows, out,
                 [&](long t, const float*, ExpertScratch&, Choice* choices) { *choices = {chosen[t], 1.0f}; });
+}
+
+KERNEL(grouped)(Context& c, const Grouped& g) {
+    const Turn turn(c);
+    const int threads = team_threads(c.team);
+    Arena measure = {nullptr};
+    (void)GroupedWork(g, threads, measure);
+    Arena arena = {c.scratch.reserve(measure.used)};
+    const GroupedWork work(g, threads, arena);
+    const long active = work.find_slots();
+    team_each(c.team, [&](int thread) {
+        work.enter(thread);
+        team_barrier(c.team);
+        work.multiply_all(active);
+    });
 }
 
 KERNEL(rms_norm)(Context& c, const float* x, const float* weight, long rows, long n, float eps, float* out) {

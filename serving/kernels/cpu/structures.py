@@ -66,6 +66,7 @@ OPERATIONS: dict[str, list[object]] = {
     "linear": [POINTER(STRUCTURES["Linear"]), c_int, c_void_p, c_long, c_void_p],
     "experts": [POINTER(STRUCTURES["Experts"]), c_void_p, c_long, c_void_p],
     "expert_rows": [POINTER(STRUCTURES["Experts"]), c_void_p, c_void_p, c_long, c_void_p],
+    "grouped": [POINTER(STRUCTURES["Grouped"])],
     "rms_norm": [c_void_p, c_void_p, c_long, c_long, c_float, c_void_p],
     "rotate_and_write": [*_LAYER, c_void_p, c_void_p],
     "attention": [*_LAYER, c_void_p, c_void_p],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable
 from contextlib import closing
@@ -97,6 +98,62 @@ def test_a_dispatch_alone_uses_the_memory_of_the_one_before(order: list[int], re
     with closing(Group("shared_memory", shape)) as group:
         found = group.each(lambda rank: results_at(group.exchanges[rank], order, [rows]))
     assert [len(set(addresses)) for addresses in found] == [regions] * shape.ranks
+
+
+def lying(received: Received, hidden: int) -> Tensor:
+    """The numbers that rows received stand for, read where they lie just now."""
+    placed = received.in_place()
+    values = [ctypes.string_at(address, hidden) for address in placed.addresses.tolist()]
+    found = torch.tensor([list(row) for row in values], dtype=torch.uint8).view(torch.int8).view(-1, hidden)
+    return found * placed.scale[:, None]
+
+
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
+@given(st.lists(st.integers(0, 3), max_size=60))
+def test_rows_stay_where_they_lie_until_their_results_are_sent(choices: list[int]) -> None:
+    """Nobody gathers them: what others begin and finish meanwhile must not change them."""
+    shape, dispatches = shape_for("shared_memory", wire=torch.int8), 8
+    order = schedule_of(choices, dispatches)
+
+    def run(rank: int) -> list[tuple[Tensor, Tensor]]:
+        exchange, done, found = group.exchanges[rank], [0, 0, 0, 0], list[tuple[Tensor, Tensor]]()
+        received, first = dict[int, Received](), dict[int, Tensor]()
+        for call in order:
+            number = done[call]
+            done[call] += 1
+            rows, physical = work[rank][number]
+            if call == 0:
+                exchange.begin_dispatch(Rows(rows), physical)
+            elif call == 1:
+                received[number] = exchange.finish_dispatch()
+                whole = received[number].whole()
+                assert whole.scale is not None
+                first[number] = whole.values * whole.scale[:, None]
+            elif call == 2:
+                found.append((lying(received[number], shape.hidden), first[number]))
+                exchange.begin_combine(made_of(received[number], 0))
+            else:
+                exchange.finish_combine(weights_of(physical))
+        return found
+
+    with closing(Group("shared_memory", shape)) as group:
+        work = [work_of(rank, shape.hidden, dispatches) for rank in range(shape.ranks)]
+        for parts in group.each(run):
+            assert all(torch.equal(now, before) for now, before in parts)
+
+
+def test_rows_of_a_rank_that_leaves_stay_where_they_lie() -> None:
+    shape = shape_for("shared_memory", wire=torch.int8)
+    with closing(Group("shared_memory", shape)) as group:
+        work = [work_of(rank + 1, shape.hidden, 1)[0] for rank in range(shape.ranks)]
+        received = group.each(lambda rank: group.exchanges[rank].dispatch(Rows(work[rank][0]), work[rank][1]))
+        before = lying(received[0], shape.hidden)
+        assert len(before) > 0
+        for other in group.exchanges[1:]:
+            other.close()
+        assert torch.equal(lying(received[0], shape.hidden), before)
+        with pytest.raises(RankLost):
+            group.exchanges[0].combine(made_of(received[0], 0), weights_of(work[0][1]))
 
 
 @pytest.mark.parametrize("wire", [torch.int8, torch.float32])
