@@ -22,8 +22,9 @@ from serving.kernels.cpu.weights import HALF, PANEL, HeadScreen, PackedExperts, 
 log = logging.getLogger("millrace.kernels")
 
 WEIGHTS_MAPPED = 64 << 20  # bytes of weights that lie in one mapping
-ROWS_AT_ONCE = 4096  # of a head, while it is screened
-ABOVE = 1 + 1e-6  # so that rounding a bound to float32 does not lower it
+SCREENED_AT_ONCE = 1 << 18  # weights of a head, while it is screened: what is made of them stays in the second cache
+ROUNDING = 2.0**-22  # of a sum in float32, for each of what it adds: more than that takes off a length
+SMALLEST = 2.0**-126  # below it products of bfloat16 may take a weight for 0
 
 
 def default_threads() -> int:
@@ -116,18 +117,22 @@ class Kernels:
     def screen(self, weight: Tensor) -> HeadScreen:
         """What finds the best of a head's scores, of its weights [outputs, inputs] bfloat16."""
         assert weight.dtype is torch.bfloat16, "other heads are read whole"
-        outputs, padded = weight.shape[0], -(-weight.shape[0] // PANEL) * PANEL
-        rounded = torch.empty(weight.shape, dtype=torch.int8)
-        scale = torch.empty(outputs)
+        outputs, inputs = weight.shape
+        padded, at_once = -(-outputs // PANEL) * PANEL, max(SCREENED_AT_ONCE // inputs, 1)
+        rounded, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(outputs)
         missed, kept = torch.full((padded,), torch.inf), torch.zeros(padded)
-        for first in range(0, outputs, ROWS_AT_ONCE):
-            rows = slice(first, min(first + ROWS_AT_ONCE, outputs))
+        above, lost = 1 + inputs * ROUNDING, inputs**0.5 * SMALLEST
+        for first in range(0, outputs, at_once):
+            rows = slice(first, min(first + at_once, outputs))
             exact = weight[rows].float()
-            scale[rows] = exact.abs().amax(dim=1) / 127
-            rounded[rows] = (exact / scale[rows, None]).nan_to_num().round().clamp(-127, 127).to(torch.int8)
-            held = rounded[rows].double() * scale[rows, None].double()
-            missed[rows] = ((exact.double() - held).norm(dim=1) * ABOVE).float()
-            kept[rows] = (held.norm(dim=1) * ABOVE).float()
+            top = exact.abs().amax(dim=1)
+            scale[rows] = (top / 127).where(top.isfinite(), 0.0)
+            exact = exact.div_(scale[rows, None]).nan_to_num_(0.0, 0.0, 0.0)  # in units of what int8 holds
+            held = exact.round().clamp_(-127, 127)
+            rounded[rows] = held.to(torch.int8)
+            kept[rows] = held.norm(dim=1) * scale[rows] * above
+            unheld = exact.sub_(held).norm(dim=1) * scale[rows] * above + kept[rows] * ROUNDING + lost
+            missed[rows] = unheld.where(top.isfinite(), torch.inf)
         return HeadScreen(coarse=self.pack(rounded, scale=scale), missed=missed, kept=kept)
 
     def linear(self, x: Tensor, w: PackedLinear, *, finish: Finish = Finish.STORE, out: Tensor | None = None) -> Tensor:

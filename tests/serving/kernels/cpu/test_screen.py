@@ -73,6 +73,29 @@ def test_what_is_no_number_has_no_token(kernels: cpu.Kernels, value: float) -> N
     assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(kernels: cpu.Kernels, value: float) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    small.head.weight[40, 3] = value
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    batch = batch_of([(0, PROMPT[:8])], all_rows=True)
+    expected = plain.step(batch, StepOutput.GREEDY)
+    assert (-1 in expected.tolist()) == (abs(value) == torch.inf)
+    assert torch.equal(screened.step(batch, StepOutput.GREEDY), expected)
+
+
+def test_weights_that_a_product_takes_for_nothing_are_told_apart_as_it_does(kernels: cpu.Kernels) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    small.head.weight.mul_(1e-38)
+    small.final_norm.mul_(1e15)
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    for first in range(0, 200, 8):
+        batch = batch_of([(0, PROMPT[first : first + 8])], all_rows=True)
+        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+
+
 def test_bounds_hold_every_score_and_leave_most_out(kernels: cpu.Kernels) -> None:
     """What a screen holds of a head: within its bounds of each channel, and not far."""
     weight = torch.randn(1000, 256).to(torch.bfloat16)
