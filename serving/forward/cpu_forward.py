@@ -199,8 +199,10 @@ def _screen_of(model: Decoder, kernels: cpu.Kernels) -> cpu.HeadScreen | None:
     narrow = any(isinstance(module, QuantizedLinear) for module in model.modules())
     if not narrow or isinstance(head, QuantizedLinear) or getattr(head, "bias", None) is not None:
         return None
+    if model.embed.weight.dtype is not torch.bfloat16:
+        return None
     weight = (model.embed if model.spec.tied_embeddings else head).weight.detach()
-    return kernels.screen(weight) if weight.dtype is torch.bfloat16 else None
+    return kernels.screen(weight.to(torch.bfloat16))  # which it is packed as: one that was widened has no more
 
 
 def _pack(
