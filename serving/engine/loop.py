@@ -39,7 +39,7 @@ class EngineLoop:
         self._awake = False
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._untaken = threading.Lock()  # held from when outputs are given to the event loop until it takes some
+        self._untaken = threading.Lock()  # held from when outputs are given to the event loop until listeners have some
 
     def start(self, listeners: Sequence[OutputListener], on_crash: Callable[[], None]) -> None:
         """Run steps from now on. `on_crash` is called on the event loop, once, if the engine or a listener breaks."""
@@ -107,10 +107,12 @@ class EngineLoop:
             self._untaken.acquire(timeout=TAKEN_SECONDS)
 
     def _tell_outputs(self, outputs: list[SequenceOutput]) -> None:
-        if self._untaken.locked():
-            self._untaken.release()  # the engine's thread never does
-        for listener in self._listeners:
-            listener.deliver(outputs)
+        try:
+            for listener in self._listeners:
+                listener.deliver(outputs)
+        finally:
+            if self._untaken.locked():
+                self._untaken.release()  # the engine's thread never does
 
     def _layer_done(self, work: Sequence[Work], layer: int) -> None:
         progress = [(item.seq, item.seq.computed + item.count) for item in work]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 
@@ -111,7 +112,8 @@ async def test_outputs_are_taken_before_the_next_step_computes(monkeypatch: pyte
     made = Loop()
     told: list[int] = []
     made.runner.during = lambda _: told.append(len(made.steps))
-    made.start()
+    slow = SimpleNamespace(deliver=lambda _: time.sleep(0.02))  # the other thread has Python's lock meanwhile
+    made.loop.start([slow, made], made.crashed.set)
     _, inbox = made.add([1], max_tokens=9)
     await inbox.ended.wait()
     await made.loop.stop()
