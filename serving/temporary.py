@@ -1,14 +1,15 @@
-"""Temporary folders that go with the process that made them, also where it leaves while they are in use."""
+"""Temporary folders and files that go with the process that made them, also where it leaves while they are in use."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _folders: set[Path] = set()
+_files: set[Path] = set()
 
 
 @contextmanager
@@ -28,7 +29,22 @@ def also_ours(folder: Path) -> None:
     _folders.add(folder)
 
 
+@contextmanager
+def gone_at_the_end(file: Path) -> Iterator[None]:
+    """Removes the file at the end, if nobody has before."""
+    _files.add(file)
+    try:
+        yield
+    finally:
+        _files.discard(file)
+        with suppress(OSError):
+            file.unlink()
+
+
 def remove_temporary_folders() -> None:
-    """All there are, for a process that ends without unwinding."""
+    """All there are, and files, for a process that ends without unwinding."""
+    for file in tuple(_files):
+        with suppress(OSError):
+            file.unlink()
     for folder in tuple(_folders):
         shutil.rmtree(folder, ignore_errors=True)

@@ -34,7 +34,7 @@ SOURCES = (
     "planes.py",
     "flashinfer_prompts.py",
 )
-MOST_CRASHES = 2  # of processes that tried it, in a row: one may have been ended by somebody, or for want of memory
+MOST_CRASHES = 2  # of those that tried it, in a row: one may have been ended by somebody, or for want of memory
 
 
 @torch.inference_mode()
@@ -107,8 +107,8 @@ def _quicker(
 
 def _known(kept: dict[str, LibraryVerdict], name: str, verdicts: Verdicts) -> LibraryVerdict | None:
     """What was found before; a library that ends processes has failed. Raises NotUsed where it has."""
-    if len(verdicts.crashes(name)) >= MOST_CRASHES:
-        reason = f"FlashInfer does not run here: {MOST_CRASHES} processes have ended while they tried it"
+    if verdicts.crashes(name) >= MOST_CRASHES:
+        reason = f"FlashInfer does not run here: {MOST_CRASHES} times processes have ended while they tried it"
         kept[name] = LibraryVerdict(None, reason, failed=True)
         verdicts.forget_crashes(name)
     known = kept.get(name)

@@ -2,7 +2,7 @@
 
 One process tries and measures while others that start beside it wait, and all of them then hold to what it found. A
 file that cannot be read counts for nothing. A process that ends while it tries leaves a mark, which nobody holds any
-more: a library can end it without a word. It knows no kernels.
+more: a library can end it without a word. Where one end takes several with it, that is one. It knows no kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 from serving.cache_folder import cache_folder, one_at_a_time, written_whole
+from serving.temporary import gone_at_the_end
 
 log = logging.getLogger(__name__)
 
@@ -60,21 +61,30 @@ class Verdicts:
 
     @contextmanager
     def trying(self, work: str) -> Iterator[None]:
-        """A mark says meanwhile that this process tries FlashInfer for this work. Enter it while they are `held`."""
+        """A mark says meanwhile that this process tries FlashInfer for this work. Enter it while they are `held`.
+
+        One that leaves on a signal has not crashed, and takes its mark with it.
+        """
         with ExitStack() as marked:
             with suppress(OSError):  # a folder that cannot be written keeps no verdicts either
-                folder, prefix = self.path.parent, self._mark(work)
-                mark = marked.enter_context(NamedTemporaryFile(dir=folder, prefix=prefix, suffix=TRYING))
+                folder, prefix = self.path.parent, f"{self._mark(work)}{self.crashes(work)}-"
+                mark = marked.enter_context(NamedTemporaryFile(dir=folder, prefix=prefix, suffix=TRYING, delete=False))
+                marked.enter_context(gone_at_the_end(Path(mark.name)))
                 fcntl.flock(mark, fcntl.LOCK_EX)  # let go of as the process ends, however it does
             yield
 
-    def crashes(self, work: str) -> list[Path]:
-        """The marks of processes that have ended while they tried."""
-        return [mark for mark in self.path.parent.glob(f"{self._mark(work)}*{TRYING}") if _nobody_holds(mark)]
+    def crashes(self, work: str) -> int:
+        """How often processes have ended while they tried: those that began after as many crashes are one."""
+        return len({mark.name.removeprefix(self._mark(work)).partition("-")[0] for mark in self._left(work)})
 
     def forget_crashes(self, work: str) -> None:
-        for mark in self.crashes(work):
-            mark.unlink(missing_ok=True)
+        for mark in self._left(work):
+            with suppress(OSError):  # what cannot be removed here is another user's to forget
+                mark.unlink()
+
+    def _left(self, work: str) -> list[Path]:
+        """The marks of processes that have ended while they tried."""
+        return [mark for mark in self.path.parent.glob(f"{self._mark(work)}*{TRYING}") if _nobody_holds(mark)]
 
     def _mark(self, work: str) -> str:
         return f"{self.path.stem}-{hashlib.sha256(work.encode()).hexdigest()[:16]}-"

@@ -42,16 +42,18 @@ from serving.kernels.gpu import prompt_verdicts
 from tests.fakes.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, flashinfer_installed
 from tests.serving.kernels.gpu import test_prompt_choice as tests
 prompt_verdicts.cache_folder = lambda: Path(sys.argv[1])
-BatchPrefillWithPagedKVCacheWrapper.plan = lambda self, **_: os.abort()
+from deploy.runtime.signals import leave_at_once_on_signals
+leave_at_once_on_signals()
+BatchPrefillWithPagedKVCacheWrapper.plan = lambda self, **_: os.kill(os.getpid(), int(sys.argv[2]))
 with flashinfer_installed():
     tests.choose_prompts("auto", tests.WORK, tests.DEVICE)
 print("left")
 """
 
 
-def crashed(cache: Path) -> bool:
-    """Whether a process that starts with a library which ends it does end."""
-    command = [sys.executable, "-c", TRIES, str(cache)]
+def crashed(cache: Path, by: signal.Signals = signal.SIGABRT) -> bool:
+    """Whether a process that starts with a library which ends it, or that is ended over it, does end."""
+    command = [sys.executable, "-c", TRIES, str(cache), str(int(by))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, -signal.SIGABRT), done.stderr
     return done.stdout != "left\n"
@@ -68,7 +70,7 @@ def test_a_library_that_ends_the_process_is_left_after_two(
     assert [crashed(cache) for _ in range(4)] == [True, True, False, False]
     with caplog.at_level(logging.INFO):
         assert isinstance(choose_prompts("auto", WORK, DEVICE, clock), TritonPrompts)
-    assert "2 processes have ended while they tried it, when it was tried before" in caplog.text
+    assert "2 times processes have ended while they tried it, when it was tried before" in caplog.text
     choose_prompts("flashinfer", WORK, DEVICE, clock)
     assert isinstance(choose_prompts("auto", WORK, DEVICE, clock), LargeSteps), "who demands it has it tried"
 
@@ -88,6 +90,51 @@ def test_crashes_count_that_follow_each_other(
     assert crashed(cache) and crashed(cache)
     other = PromptWork(shape=SHAPE, windows=(None,), most_tokens=20, longest=50)
     assert isinstance(choose_prompts("auto", other, DEVICE, clock), LargeSteps), "of another shape"
+
+
+def test_a_process_that_is_asked_to_leave_has_not_crashed(flashinfer: ModuleType, cache: Path) -> None:
+    """As one whose start takes long often is."""
+    assert crashed(cache, signal.SIGTERM)
+    assert not list(cache.glob("*.trying"))
+
+
+MARKS = """
+import sys
+from pathlib import Path
+from serving.kernels.gpu.prompt_verdicts import Verdicts
+with Verdicts.of({}, Path(sys.argv[1])).trying("work"):
+    print("trying", flush=True)
+    sys.stdin.read()
+"""
+
+
+def ended_together(cache: Path, count: int) -> None:
+    """Processes that try at the same time are killed: ranks of a worker, or all workers of a host."""
+    command = [sys.executable, "-c", MARKS, str(cache)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
+    for process in running:
+        assert process.stdout is not None and process.stdout.readline() == b"trying\n"
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_end_together_are_one_crash(cache: Path) -> None:
+    """One of them takes the others with it, or a host ends all; what tries after that may crash once more."""
+    verdicts = Verdicts.of({}, cache)
+    ended_together(cache, 2)
+    assert verdicts.crashes("work") == 1
+    ended_together(cache, 1)
+    assert verdicts.crashes("work") == 2
+    verdicts.forget_crashes("work")
+    assert verdicts.crashes("work") == 0 and not list(cache.glob("*.trying"))
+
+
+def test_a_mark_that_somebody_removes_stops_no_start(cache: Path) -> None:
+    """Who empties the folder, or takes it for that of a process which has just let go of it."""
+    with Verdicts.of({}, cache).trying("work"):
+        [mark] = cache.glob("*.trying")
+        mark.unlink()
 
 
 @pytest.mark.parametrize(
