@@ -49,7 +49,7 @@ class GroupOnDevices(LayoutGroup):
         self.device, self.gpus = device, gpus
         super().__init__(layout, deadline)
         lanes = [[other.lanes[number] for other in self.others] for number in range(LANES)]
-        self.lanes = Lanes(lanes, deadline, self._lose)
+        self.lanes = Lanes(lanes, deadline, self._lost_beside)
 
     def _started(self, rank: int) -> RankProcess:
         return RankProcess(rank, self._environ(rank), LANES)
@@ -57,6 +57,12 @@ class GroupOnDevices(LayoutGroup):
     def _environ(self, rank: int) -> Mapping[str, str]:
         told = {name: value for name, value in os.environ.items() if name.startswith(TOLD_BY)}
         return told | ({"CUDA_VISIBLE_DEVICES": self.gpus[rank]} if self.gpus else {})
+
+    def _lost_beside(self, lost: RankLost) -> None:
+        """Between steps too who watches hears of it: a rank that is late need not end, and no step may come."""
+        self._lose(lost)
+        with suppress(RuntimeError):  # a loop that has ended meanwhile
+            self._tell()
 
     # ---- until the first step ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,9 @@ from serving.temporary import temporary_folder
 log = logging.getLogger(__name__)
 
 
+def _nobody_watches() -> None: ...
+
+
 class LayoutGroup:
     """All ranks of a layout but the leader, whose process this is. `deadline` are the seconds of a step's every wait.
 
@@ -49,6 +53,7 @@ class LayoutGroup:
         self._kv: SharedPlanes | None = None
         self._plane_sets = self._steps = 0
         self._watched: dict[int, asyncio.AbstractEventLoop] = {}
+        self._tell: Callable[[], object] = _nobody_watches
         self.others: list[RankProcess] = []
         started = False
         try:
@@ -159,6 +164,7 @@ class LayoutGroup:
     def watch(self, on_lost: Callable[[], object]) -> None:
         """Call `on_lost` on the running event loop when a rank ends, also between steps."""
         loop = asyncio.get_running_loop()
+        self._tell = partial(loop.call_soon_threadsafe, on_lost)
         for other in self.others:
             pidfd = os.pidfd_open(other.process.pid)
             self._watched[pidfd] = loop
@@ -176,6 +182,7 @@ class LayoutGroup:
             loop.remove_reader(pidfd)
             os.close(pidfd)
         self._watched.clear()
+        self._tell = _nobody_watches
         others, self.others = self.others, []
         for other in others:
             other.channel.close()

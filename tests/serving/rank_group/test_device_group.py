@@ -4,6 +4,7 @@ processes, words, KV and forward passes are the real ones, and exchanges go over
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -22,6 +23,7 @@ from kvcache.memory.ranked_kv import RankedKV
 from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
 from serving.config import EngineConfig
+from serving.errors import WorkerLost
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.forward import EagerForward
 from serving.forward.layer_events import LayerDone
@@ -118,6 +120,22 @@ def test_a_lost_rank_is_named_and_no_process_stays(harm: signal.Signals, tmp_pat
                 group.step(MOST)
         shared.ranks.close()
         assert not exists(running)
+
+
+@retaken
+@pytest.mark.slow
+async def test_a_rank_that_is_late_with_a_copy_ends_the_worker_though_no_step_runs(tmp_path: Path) -> None:
+    """One that decodes begins no step once no KV can come: nobody else would find out."""
+    with on_devices(tiny_llama(tmp_path), deadline=2.0) as shared:
+        kv = own_kv(shared)
+        forward_over(shared, kv)
+        told = asyncio.Event()
+        shared.ranks.watch(told.set)
+        os.kill(shared.ranks.others[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerLost, match="rank 1"):
+            await asyncio.to_thread(kv.read, 0, kv.slots([0], 0, 4))
+        await asyncio.wait_for(told.wait(), 20)
+        shared.ranks.close()
 
 
 @pytest.mark.parametrize("noticed", ["as it says so", "by an exchange"])
