@@ -144,8 +144,9 @@ class PrefillWorker:
                     await sending
                     await handoff.commit(prefilled.delta.tokens[-1], lambda: self.engine.clock() - drawn_at)
         except WorkerLost as error:
-            if first.done() and not first.cancelled() and first.exception() is error:
-                raise  # our own engine; anything else is the other end's loss
+            ours = first.exception() if first.done() and not first.cancelled() else None
+            if error is ours or error is handoff.unreadable:
+                raise  # our own engine, or a rank of ours; anything else is the other end's loss
             raise StaleLease(f"the decode worker cannot be reached: {error.message}", code="decode_lost") from error
         finally:
             seq.prefill.handoff = None

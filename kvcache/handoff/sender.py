@@ -14,7 +14,7 @@ from kvcache.memory.device_room import DeviceRoom
 from kvcache.memory.kv_dtype import AS_STORED, Wire
 from kvcache.memory.locations import KVLocation, KVLocations
 from serving.engine.sequence import SequenceState
-from serving.errors import StaleLease
+from serving.errors import StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseId
 
@@ -100,6 +100,7 @@ class Handoff:
         layers = len(device_kv.specs)
         self.progress = HandoffProgress(layers, start, seq.start, max(1, self.wire.token_bytes // layers))
         self.bytes_sent = 0
+        self.unreadable: WorkerLost | None = None  # why our own KV could not be read
         self._news = asyncio.Event()
 
     def layer_done(self, layer: int, upto: int) -> None:
@@ -148,6 +149,10 @@ class Handoff:
             room: DeviceRoom | None = None if self.locations.host is not None else self.link.room
             return encode(location.device_kv, self.fence, self.layout, layers, *where, wire=self.wire, room=room)
 
-        chunks = self.locations.read(self.seq, start, end, encoded)
+        try:
+            chunks = self.locations.read(self.seq, start, end, encoded)
+        except WorkerLost as lost:
+            self.unreadable = lost
+            raise
         self.bytes_sent += sum(len(chunk.payload) for chunk in chunks)
         return chunks

@@ -198,6 +198,19 @@ async def test_a_lost_decode_worker_is_not_taken_for_a_lost_prefill_worker(worke
     assert not isinstance(raised.value, WorkerLost)
 
 
+async def test_kv_that_cannot_be_read_is_the_prefill_workers_own_loss(
+    worker: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that keeps some of it is gone: the decode worker, whose lease is kept, is not to blame."""
+
+    def lost(*_: object, **__: object) -> Chunk:
+        raise WorkerLost("its KV cannot be copied: rank 1 of the group is lost")
+
+    monkeypatch.setattr(handoffs, "encode", lost)
+    with pytest.raises(WorkerLost, match="rank 1"):
+        await results(worker, order())
+
+
 async def test_a_refusal_does_not_wait_for_the_rest_of_the_prompt(worker: Prefill) -> None:
     """A long prompt's first chunk is refused, at the latest while its second step runs: no third one begins."""
     over = threading.Event()
