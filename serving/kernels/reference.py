@@ -8,13 +8,21 @@ D head dimensions, P rotated pairs of dimensions, B sequences, L tokens of conte
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Concatenate, ParamSpec
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from serving.batch.ragged import RaggedBatch
 
+P = ParamSpec("P")
+
 QUERY_BLOCK = 256  # queries attended at a time: bounds the scores and skips most of the keys a query may not see
+ALONE = 0x4000  # numbers that torch never divides among threads
+SHARE = 0x8000  # from which on, for each of its threads, it uses all of them
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,18 +51,52 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned[0].to(x.dtype), turned[1].to(x.dtype), rest), dim=-1)
 
 
+def of_whole_rows(product: Callable[Concatenate[Tensor, P], Tensor]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    """The same of rows [T, 2W] on a CPU, whose threads begin and end with whole rows.
+
+    Torch divides numbers among threads wherever that falls, and what comes after the last vector of a part is computed
+    with another exponential: a row's bits would depend on how many there are beside it.
+    """
+
+    @wraps(product)
+    def computed(gate_up: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        rows, width = len(gate_up), gate_up.shape[-1] // 2
+        threads = torch.get_num_threads()
+        if gate_up.device.type != "cpu" or threads == 1 or rows * width <= ALONE:
+            return product(gate_up, *args, **kwargs)
+        parts = torch.split(gate_up, list(row_parts(rows, width, threads)))
+        return torch.cat([product(part, *args, **kwargs) for part in parts])
+
+    return computed
+
+
+def row_parts(rows: int, width: int, threads: int) -> Iterator[int]:
+    """How many rows of so many numbers to compute at once: as many for each thread, and what is left by one thread."""
+    each = rows // threads
+    if width <= ALONE and each * width >= SHARE:
+        yield each * threads
+        rows -= each * threads
+    most = max(1, ALONE // width)
+    yield from [most] * (rows // most)
+    if rows % most:
+        yield rows % most
+
+
+@of_whole_rows
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2W], gate first. Returns [T, W]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+@of_whole_rows
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up for gate_up [T, 2W], gate first; gelu by its tanh form (arXiv 1606.08415). Returns [T, W]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
+@of_whole_rows
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate) for gate_up [T, 2W], gate first: gpt-oss (arXiv 2508.10925).
 

@@ -157,6 +157,18 @@ def test_a_row_s_gated_products_do_not_depend_on_how_many_there_are(width: int) 
         assert all(torch.equal(product(x[:rows]), whole[:rows]) for rows in range(1, 40))
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize(("rows", "width"), [(20, 1000), (67, 1000), (101, 1000), (333, 351), (3, 20_001)])
+def test_a_row_s_gated_products_do_not_depend_on_where_threads_divide_them(threads: int, rows: int, width: int) -> None:
+    x = torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(9)) * 3
+    torch.set_num_threads(threads)
+    try:
+        for product in (kernels.silu_mul, kernels.gelu_tanh_mul, partial(kernels.clamped_swiglu, alpha=1.7, limit=7.0)):
+            assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_clamped_swiglu_is_the_published_formula() -> None:
     gate, up = torch.tensor([[-9.0, -1.0, 0.5, 9.0]]), torch.tensor([[9.0, -9.0, 0.5, -1.0]])
     found = kernels.clamped_swiglu(torch.cat([gate, up], -1), 1.702, 7.0)[0].tolist()
