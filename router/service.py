@@ -59,5 +59,8 @@ class RegistryService(stubs.RegistryServicer):
     def _reply(self) -> pb.HeartbeatReply:
         fleet = self.fleet
         return pb.HeartbeatReply(
-            router=fleet.config.name, pool_nodes=fleet.pool_nodes.nodes(), router_time=fleet.clock()
+            router=fleet.config.name,
+            pool_nodes=fleet.pool_nodes.nodes(),
+            router_time=fleet.clock(),
+            workers=len(fleet.registry.workers),
         )

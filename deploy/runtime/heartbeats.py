@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
+from math import inf
 
 from deploy.runtime.discovery import LOOKUP_SECONDS, RouterDirectory
 from deploy.runtime.roles import role_of
@@ -29,10 +30,16 @@ log = logging.getLogger(__name__)
 
 NEWS_AFTER = 0.02  # seconds from a change until routers are told of it, so that what comes with it is told too
 NEWS_GAP = 0.05  # seconds between two heartbeats to a router, at least,
-NEWS_SHARE = 0.02  # of which it takes this much at most to answer one: one that has much to do is told less often
+NEWS_SHARE = 0.02  # of which it takes this much at most to answer one: one that has much to do is told less often.
+NEWS_LOAD = 0.2  # It takes that much at most to answer all its workers, so that of many each tells it less often.
 
 Send = Callable[[Caller, float], Awaitable[pb.HeartbeatReply]]
 """Sends one heartbeat to a router, within so many seconds."""
+
+
+def news_gap(seconds: float, workers: int) -> float:
+    """Seconds between two heartbeats with news to a router of so many workers that answers one in `seconds`."""
+    return max(NEWS_GAP, seconds / NEWS_SHARE, seconds * workers / NEWS_LOAD)
 
 
 class Heartbeats:
@@ -75,6 +82,7 @@ class Heartbeats:
         self._answered: dict[str, float] = {}  # when each router did so last, by the loop's clock
         self._refusals: dict[str, str] = {}  # what a router refuses us for, until it takes us
         self._news: dict[str, asyncio.Event] = {}  # by router: there is some since its last heartbeat
+        self._workers: dict[str, int] = {}  # that beat to each router, as it said last
 
     async def run(self) -> None:
         try:
@@ -139,7 +147,7 @@ class Heartbeats:
         found = await self.directory.now()
         for address in [one for one in self._callers if one not in found and self._is_silent(one)]:
             log.info("%s is no router any more", address)
-            for known in (self._heard, self._answered, self._refusals):
+            for known in (self._heard, self._answered, self._refusals, self._workers):
                 known.pop(address, None)
             await self._callers.pop(address).close()
         self._tell()
@@ -160,7 +168,10 @@ class Heartbeats:
             began = clock()
             news.clear()
             await self._beat(caller)
-            soonest = began + max(NEWS_GAP, (clock() - began) / NEWS_SHARE)
+            if self._answered.get(caller.address, -inf) < began:  # what it would be told now it hears at its turn
+                await asyncio.sleep(began + self.interval - clock())
+                continue
+            soonest = began + news_gap(clock() - began, self._workers.get(caller.address, 1))
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(began + self.interval):
                     await news.wait()
@@ -191,6 +202,7 @@ class Heartbeats:
             self._refusals.pop(caller.address, None)
             self._answered[caller.address] = asyncio.get_running_loop().time()
             self._heard[caller.address] = tuple(reply.pool_nodes)
+            self._workers[caller.address] = reply.workers
             self._tell()
 
     def _unanswered(self, router: str, error: MillraceError) -> None:

@@ -461,16 +461,18 @@ class PoolNodesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("router", "pool_nodes", "kv_events_since", "router_time")
+    __slots__ = ("router", "pool_nodes", "kv_events_since", "router_time", "workers")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     POOL_NODES_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_SINCE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_TIME_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
     router: str
     pool_nodes: _containers.RepeatedScalarFieldContainer[str]
     kv_events_since: int
     router_time: float
-    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ..., router_time: _Optional[float] = ...) -> None: ...
+    workers: int
+    def __init__(self, router: _Optional[str] = ..., pool_nodes: _Optional[_Iterable[str]] = ..., kv_events_since: _Optional[int] = ..., router_time: _Optional[float] = ..., workers: _Optional[int] = ...) -> None: ...
 
 class WithoutRequest(_message.Message):
     __slots__ = ("worker",)

@@ -59,6 +59,7 @@ async def door() -> AsyncIterator[Door]:
 async def test_a_status_is_dated_by_the_routers_own_clock_sent_back(door: Door) -> None:
     reply = await door.beat()
     assert reply.router_time == 500.0 and door.made_at() == 500.0, "nothing was sent back: it is taken as of now"
+    assert reply.workers == 1
     door.now = 501.5
     await door.beat(router_time=501.2)
     assert door.made_at() == 501.2

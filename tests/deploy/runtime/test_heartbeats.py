@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from grpc import aio
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deploy.runtime import heartbeats as module
 from deploy.runtime.discovery import RouterDirectory, addresses, look_up, peers_of
@@ -356,6 +358,58 @@ async def test_a_router_that_answers_slowly_is_told_of_news_less_often() -> None
     assert slow.beats <= 2 + seconds * module.NEWS_SHARE / SlowRouter.SECONDS
     await stop(running)
     await asyncio.gather(quick.server.stop(0), slow.server.stop(0))
+
+
+class CrowdedRouter(ScriptedRouter):
+    """Has very many workers."""
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: object) -> pb.HeartbeatReply:
+        await super().Heartbeat(request, context)
+        return pb.HeartbeatReply(workers=1_000_000)
+
+
+async def test_a_router_of_very_many_workers_is_told_of_news_by_each_at_its_turn() -> None:
+    few, many = ScriptedRouter([]), CrowdedRouter([])
+    heartbeats = beating(f"{await few.start()}, {await many.start()}", interval=3600.0)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: (few.beats, many.beats) == (1, 1))
+    while few.beats < 6:
+        heartbeats.news()
+        await asyncio.sleep(0.005)
+    assert many.beats == 1
+    await stop(running)
+    await asyncio.gather(few.server.stop(0), many.server.stop(0))
+
+
+@given(st.floats(1e-5, 10.0), st.integers(0, 100_000))
+def test_all_workers_of_a_router_together_take_a_bounded_part_of_it(seconds: float, workers: int) -> None:
+    gap = module.news_gap(seconds, workers)
+    assert gap >= module.NEWS_GAP and workers * seconds / gap <= module.NEWS_LOAD * 1.001
+    assert seconds / gap <= module.NEWS_SHARE * 1.001
+
+
+async def test_a_router_that_does_not_answer_is_told_of_news_at_its_turn() -> None:
+    """What refuses connections says so at once, and would be asked again and again."""
+    one, two = ScriptedRouter([]), ScriptedRouter([])
+    routers = [await one.start(), await two.start()]
+    tried: list[str] = []
+
+    async def counted(caller: Caller, seconds: float) -> pb.HeartbeatReply:
+        tried.append(caller.address)
+        if caller.address == routers[0] and tried.count(routers[0]) > 1:
+            raise InvalidRequest("not this worker")
+        return await send(caller, seconds)
+
+    placement = PlacementConfig(heartbeat_interval=3600.0)
+    heartbeats = Heartbeats(counted, ClusterConfig(routers=",".join(routers), cluster_key=KEY), placement)
+    running = asyncio.create_task(heartbeats.run())
+    await until(lambda: (one.beats, two.beats) == (1, 1))
+    while two.beats < 6:
+        heartbeats.news()
+        await asyncio.sleep(0.005)
+    assert tried.count(routers[0]) == 2
+    await stop(running)
+    await asyncio.gather(one.server.stop(0), two.server.stop(0))
 
 
 class SlowRouter(ScriptedRouter):
