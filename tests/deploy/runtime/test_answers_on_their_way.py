@@ -70,7 +70,7 @@ async def served(**config: Any) -> AsyncIterator[HttpServer]:
     server = HttpServer(answering(), listening, HttpConfig(**config))
     await server.start()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             yield server
     finally:
         await server.stop()
