@@ -22,6 +22,14 @@ def stop(pid: int) -> None:
         time.sleep(0.001)
 
 
+def harm(pid: int, how: signal.Signals) -> None:
+    """The signal. From SIGSTOP the process stands still once this returns: it answers nothing that is asked then."""
+    if how == signal.SIGSTOP:
+        stop(pid)
+    else:
+        os.kill(pid, how)
+
+
 def stands_still(pid: int) -> bool:
     """True if every thread is stopped."""
     threads = Path(f"/proc/{pid}/task").iterdir()

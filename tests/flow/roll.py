@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.fakes.stopping import harm
 from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import wait_until
 from tests.flow.services import Services
@@ -58,7 +59,7 @@ class Roll:
         kept = [Stream(self.client, second, prompt, LENGTH // 2) for prompt in asked[3:]]
         await begun([*lost, *kept], 10)
         moved = second.metric("replacements_total")
-        first.process.send_signal(how)
+        harm(first.process.pid, how)
         held = self.services.held
         say(
             f"{how.name} of a router: its leases are free after",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.fakes.awake import Awake
-from tests.fakes.stopping import stop
+from tests.fakes.stopping import harm, stop
 from tests.flow.ports import free_port
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -190,7 +190,7 @@ class MillraceServer(Asking):
         return None
 
     def signal_worker(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.worker_pid(name), number)
+        harm(self.worker_pid(name), number)
 
     def stop_worker(self, name: str) -> None:
         """It does nothing from now on, and takes nothing in."""

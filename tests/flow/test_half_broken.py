@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT
 
 import pytest
 
+from tests.fakes.stopping import stop
 from tests.flow.client import Client
 from tests.flow.reference import prompts
 from tests.flow.server import MillraceServer
@@ -36,7 +37,7 @@ def test_a_router_that_stood_still_takes_nobody_for_dead(server: MillraceServer)
         assert asked.progressed.wait(60), "the stream runs"
         frozen = (server.process.pid, server.worker_pid("decode-0"))
         for process in frozen:
-            os.kill(process, SIGSTOP)
+            stop(process)
         time.sleep(6.0)
         for process in frozen:
             os.kill(process, SIGCONT)

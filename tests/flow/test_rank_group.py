@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
+from tests.fakes.stopping import harm
 from tests.flow.client import Asked, Client
 from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import MillraceServer, wait_until
@@ -88,8 +89,8 @@ def split(model: Path) -> Iterator[MillraceServer]:
         yield started
 
 
-@pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_is_lost_in_mid_decode(model: Path, split: MillraceServer, harm: signal.Signals) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_lost_in_mid_decode(model: Path, split: MillraceServer, how: signal.Signals) -> None:
     """Its worker goes on with the texts it has, not a token of them lost or repeated, and the rank comes back."""
     split.wait_ready()
     client = Client(split.url)
@@ -103,7 +104,7 @@ def test_a_rank_is_lost_in_mid_decode(model: Path, split: MillraceServer, harm: 
         asked = ask(client, 4)
         assert asked[0].progressed.wait(60)
         [rank] = ranks_of(leader)
-        os.kill(rank, harm)
+        harm(rank, how)
         assert client.finish(asked) == undisturbed
         wait_until(partial(came_back, split, client, prompt, joined), 90, "the rank has come back")
         joined = of_decode(split, "ranks_rejoined")

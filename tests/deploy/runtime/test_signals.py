@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.awake import Awake
+from tests.fakes.stopping import harm
 from tests.tiny import tiny_llama
 
 pytestmark = pytest.mark.thorough
@@ -68,7 +69,7 @@ def test_a_process_leaves_while_its_model_loads(tmp_path: Path, number: signal.S
         try:
             until_it_loads(process)
             began = time.monotonic()
-            process.send_signal(number)
+            harm(process.pid, number)
             _, said = process.communicate(timeout=60)
         finally:
             process.kill()

@@ -14,6 +14,7 @@ import pytest
 from deploy.runtime import supervisor as supervisors
 from deploy.runtime.supervisor import ChildSpec, Supervisor
 from serving.child_process import ROOT
+from tests.fakes.stopping import stop
 
 CHILD = """
 import os, signal, sys
@@ -116,7 +117,7 @@ async def test_a_child_that_does_not_leave_is_killed(children: Children) -> None
 async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> None:
     children.start(one="obliging")
     await until(lambda: children.lives("one"))
-    os.kill(int(children.lives("one")[0][0]), signal.SIGSTOP)
+    stop(int(children.lives("one")[0][0]))
     async with asyncio.timeout(60):
         await children.supervisor.stop(600.0)
     assert children.supervisor.processes["one"].returncode == 0

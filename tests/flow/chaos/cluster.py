@@ -5,7 +5,6 @@ KV travels over gRPC: shared memory and NIXL would go around the proxies.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.fakes.fault_proxy import FaultNetwork
+from tests.fakes.stopping import harm
 from tests.flow.ports import free_port
 from tests.flow.server import Asking, end, start_millrace
 
@@ -69,7 +69,7 @@ class ChaosCluster(Asking):
         living = [process for process in self._processes.values() if process.poll() is None]
         for number in (signal.SIGCONT, signal.SIGTERM):
             for process in living:
-                process.send_signal(number)
+                harm(process.pid, number)
         for process in living:
             end(process, 20.0)
         self.network.__exit__()
@@ -99,7 +99,7 @@ class ChaosCluster(Asking):
     # ---- doing harm --------------------------------------------------------------------------------------------
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self._processes[name].pid, number)
+        harm(self._processes[name].pid, number)
 
     def kill(self, name: str) -> None:
         """SIGKILL; `start` brings it back."""

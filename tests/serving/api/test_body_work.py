@@ -29,7 +29,7 @@ from serving.config import HttpConfig
 from serving.errors import ContextLengthExceeded, InternalError, InvalidRequest, Overloaded, Unavailable
 from serving.service_class import SERVICE_CLASSES
 from serving.text.tokenizer import Tokenizer
-from tests.fakes.stopping import stop
+from tests.fakes.stopping import harm, stop
 
 pytestmark = pytest.mark.thorough
 
@@ -259,7 +259,7 @@ def test_a_process_that_ends_while_idle_costs_nobody_anything(tokenizer: Tokeniz
             prepare = work.readers.completions.prepare
             for number in (signal.SIGKILL, signal.SIGXCPU):
                 (pid,) = children()
-                os.kill(pid, number)
+                harm(pid, number)
                 while list(children()):
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)

@@ -21,6 +21,7 @@ from serving.expert_parallel.exchange import RankLost, Rows
 from serving.expert_parallel.processes import ProcessWatch
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from tests.fakes.awake import retaken
+from tests.fakes.stopping import harm
 from tests.serving.expert_parallel.losing import RUNNING, exchange_and_end, exchange_until_lost, shape_of
 from tests.serving.expert_parallel.ranks import Ranks
 
@@ -43,7 +44,7 @@ def lose(kind: str, how: signal.Signals, trials: int, *, deadline: float, ranks:
             lost = group.start(victim, exchange_until_lost, kind, ranks, deadline, (trial,))
             assert [rank.answer() for rank in (*survivors, lost)] == [RUNNING] * ranks
             began = time.monotonic()
-            os.kill(lost.pid, how)
+            harm(lost.pid, how)
             seen = [rank.answer() for rank in survivors]
             assert [rank for rank, _, _ in seen] == [victim] * len(survivors), seen
             took.append(max(when for _, _, when in seen) - began)

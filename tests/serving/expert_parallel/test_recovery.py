@@ -17,7 +17,7 @@ import pytest
 
 from serving.expert_parallel.membership import GRACE
 from tests.fakes.awake import retaken
-from tests.fakes.stopping import stop
+from tests.fakes.stopping import harm, stop
 from tests.serving.expert_parallel.ranks import Rank, Ranks, keep_store
 from tests.serving.expert_parallel.recovering import Case, Ended, Seen, decode, write_mixture
 from tests.serving.expert_parallel.served import NEW_TOKENS
@@ -81,7 +81,7 @@ def lose_and_come_back(case: Case, victim: int, how: signal.Signals, trials: int
         opened = {rank.rank: settled(rank, None) for rank in survivors}
         for trial in range(trials):
             began = time.monotonic()
-            os.kill(lost.pid, how)
+            harm(lost.pid, how)
             after = seen(survivors, 2 * trial + 1, others)
             took.noticed.append(max(one.counts.noticed for one in after) - began)
             took.stalled.append(max(one.counts.stalled_seconds for one in after) - stalled)
@@ -218,5 +218,5 @@ def test_a_store_that_has_stopped_holds_nobody_up(folder: Path, kind: str, how: 
         before = seen(ranks, 0, [0, 1, 2])
         stop(keeper.pid)
         assert ranks[0].ask().steps > before[0].steps  # a step asks the store nothing
-        os.kill(ranks[2].pid, how)
+        harm(ranks[2].pid, how)
         assert [rank.answer().error for rank in ranks[:2]] == ["StoreUnavailable"] * 2

@@ -180,7 +180,7 @@ def test_one_that_takes_no_vocabulary_is_given_up(monkeypatch: pytest.MonkeyPatc
 
     def stopped(child: subprocess.Popen[bytes], *given: Any, **options: Any) -> None:
         start(child, *given, **options)
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         started.append(child)
 
     monkeypatch.setattr(vetting, "PATIENCE", 0.1)

@@ -20,7 +20,7 @@ from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.joining import ParallelRank
 from serving.parallel.layout import ParallelLayout
 from tests.fakes.awake import retaken
-from tests.fakes.stopping import stop
+from tests.fakes.stopping import harm
 from tests.serving.expert_parallel.ranks import Ranks, keep_store
 from tests.serving.parallel.losing import RUNNING, step_until_lost
 
@@ -35,7 +35,7 @@ def test_every_rank_names_the_one_that_is_lost(how: signal.Signals, deadline: fl
         started = group.start_all(LAYOUT.ranks, step_until_lost, LAYOUT, deadline)
         assert [rank.answer() for rank in started] == [RUNNING] * LAYOUT.ranks
         began = time.monotonic()
-        os.kill(started[VICTIM].pid, how)
+        harm(started[VICTIM].pid, how)
         seen = [rank.answer() for rank in started if rank.rank != VICTIM]
     assert [lost for lost, _, _ in seen] == [VICTIM] * len(seen), seen
     if how is signal.SIGKILL:
@@ -148,10 +148,7 @@ def test_a_rank_that_takes_the_store_with_it_is_named(how: signal.Signals) -> No
         lost = group.start(1, keep_store)
         store = TCPStore("127.0.0.1", lost.answer(), is_master=False)
         waits = BoundedWaits(store, 0, 3, ProcessWatch({1: lost.pid}), deadline=0.3)
-        if how is signal.SIGSTOP:
-            stop(lost.pid)
-        else:
-            os.kill(lost.pid, how)
+        harm(lost.pid, how)
         for _ in range(2):
             with pytest.raises(RankLost) as seen:
                 waits.finish(cast(Work, NeverDone()))

@@ -5,7 +5,6 @@ processes, words, KV and forward passes are the real ones, and exchanges go over
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -37,6 +36,7 @@ from serving.rank_group.layout_messages import LayoutDone
 from serving.rank_group.layout_rank import connect
 from serving.rank_group.share import LEADER
 from tests.fakes.awake import retaken
+from tests.fakes.stopping import harm, stop
 from tests.serving.rank_group.groups import BLOCK, BLOCKS_EACH, DEADLINE, LENGTHS, Side, alone, exists
 from tests.tiny import tiny_llama
 
@@ -108,13 +108,13 @@ def test_ranks_with_kv_of_their_own_say_what_one_process_says(heads: int, kv_hea
 
 
 @retaken
-@pytest.mark.parametrize("harm", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=str)
-def test_a_lost_rank_is_named_and_no_process_stays(harm: signal.Signals, tmp_path: Path) -> None:
-    with on_devices(tiny_llama(tmp_path), deadline=2.0 if harm is signal.SIGSTOP else DEADLINE) as shared:
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=str)
+def test_a_lost_rank_is_named_and_no_process_stays(how: signal.Signals, tmp_path: Path) -> None:
+    with on_devices(tiny_llama(tmp_path), deadline=2.0 if how is signal.SIGSTOP else DEADLINE) as shared:
         group = Side(forward_over(shared, own_kv(shared)))
         group.step(MOST)
         [running] = [other.process.pid for other in shared.ranks.others]
-        os.kill(running, harm)
+        harm(running, how)
         for _ in range(2):
             with pytest.raises(RankLost, match="rank 1 of the group is lost"):
                 group.step(MOST)
@@ -131,7 +131,7 @@ async def test_a_rank_that_is_late_with_a_copy_ends_the_worker_though_no_step_ru
         forward_over(shared, kv)
         told = asyncio.Event()
         shared.ranks.watch(told.set)
-        os.kill(shared.ranks.others[0].process.pid, signal.SIGSTOP)
+        stop(shared.ranks.others[0].process.pid)
         with pytest.raises(WorkerLost, match="rank 1"):
             await asyncio.to_thread(kv.read, 0, kv.slots([0], 0, 4))
         await asyncio.wait_for(told.wait(), 60)

@@ -18,6 +18,7 @@ from serving.rank_group import ranks
 from serving.rank_group.child import RANK_MODULE, RankProcess
 from serving.rank_group.division import divided
 from serving.rank_group.leader import SpreadModel, join_group, load_spread
+from tests.fakes.stopping import harm
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import (
     BLOCK,
@@ -88,7 +89,7 @@ def test_signals_to_leave_are_the_leaders_to_hear(mixtral: Path) -> None:
     with spread_over(mixtral, 2, deadline=60.0) as spread:
         group = Side(group_forward(spread))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(*pids(spread), number)
+            harm(*pids(spread), number)
             group.step(MOST)
         assert spread.ranks.counts.losses == 0
 

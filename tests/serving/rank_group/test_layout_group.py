@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_leader import DividedModel, join_layout, load_layout
 from tests.fakes.awake import retaken
+from tests.fakes.stopping import harm
 from tests.serving.model.oracle import configs
 from tests.serving.parallel.models import written
 from tests.serving.rank_group.groups import (
@@ -90,10 +90,10 @@ def compare(folder: Path, layout: ParallelLayout) -> None:
         lose(divided, group, signal.SIGKILL)
 
 
-def lose(divided: DividedModel, group: Side, harm: signal.Signals) -> list[int]:
+def lose(divided: DividedModel, group: Side, how: signal.Signals) -> list[int]:
     """The step fails with the rank's name, and all later ones; no process stays. The layers it told of."""
     running = pids(divided)
-    os.kill(running[-1], harm)
+    harm(running[-1], how)
     with pytest.raises(RankLost, match=f"rank {len(running)} of the group is lost") as lost:
         for _ in range(1000):
             group.step(MOST)

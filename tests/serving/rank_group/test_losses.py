@@ -22,6 +22,7 @@ from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import BeginEpoch
 from serving.rank_group.ranks import MEETING_SECONDS
 from tests.fakes.awake import retaken
+from tests.fakes.stopping import harm, stop
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
 
@@ -42,7 +43,7 @@ def harmed(pid: int, how: signal.Signals) -> Callable[[int], None]:
 
     def layer_done(_: int) -> None:
         if left:
-            os.kill(left.pop(), how)
+            harm(left.pop(), how)
 
     return layer_done
 
@@ -157,7 +158,7 @@ def stopping_first(victim: int, begin: Callable[[GroupEpochs, BeginEpoch], None]
     """So that it does not come to the meeting before it is killed."""
 
     def stopped(epochs: GroupEpochs, order: BeginEpoch) -> None:
-        os.kill(victim, signal.SIGSTOP)
+        stop(victim)
         begin(epochs, order)
 
     return stopped
