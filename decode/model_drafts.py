@@ -28,7 +28,7 @@ class Drafts(Protocol):
 
     @property
     def accepted(self) -> float:
-        """Share of drafted tokens that were accepted, recent ones counting more."""
+        """The chance of a drafted token if those before it were accepted, recent drafts counting more."""
 
     @property
     def behind(self) -> int:
@@ -47,9 +47,10 @@ class Drafts(Protocol):
 
 @dataclass(slots=True)
 class AcceptedShare:
-    """Share of drafted tokens that were accepted, fading by `fade` a draft; `prior` counts as much as two tokens.
+    """The chance of a drafted token if those before it were accepted, fading by `fade` a draft.
 
-    So a few right ones tell, as a trial of one token now and then is all there is where drafts did not pay before.
+    `prior` counts as much as two tokens. So a few right ones tell, as a trial of one token now and then is all there is
+    where a model's drafts did not pay before.
     """
 
     fade: float
@@ -58,7 +59,8 @@ class AcceptedShare:
     accepted: float = 0.0
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self.drafted = self.fade * self.drafted + drafted
+        """Of a draft the first `accepted` tokens were right; of those after the first wrong one nothing is known."""
+        self.drafted = self.fade * self.drafted + min(drafted, accepted + 1)
         self.accepted = self.fade * self.accepted + accepted
 
     @property

@@ -5,6 +5,7 @@ Pure: no torch, no clock, no I/O.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.model_drafts import Drafts
@@ -118,23 +119,21 @@ class DecodeScheduler:
         self._begin(now)
         choice = self.choice  # None where nothing is drafted
         drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
-        if not drafting and self._fill_all(plan):
-            return
-        turns = self._turns(now) if drafting else None
-        preempted = plan.preempted
-        for seq in list(self.running):
-            if plan.tokens < 1 or plan.seqs < 1:
-                break
-            if seq in preempted or (seq.grammar is not None and not seq.may_draw):
-                continue
-            if self._make_room(seq, plan, now):
-                draft = self._draft(seq, plan, turns) if drafting else ()
+        ready = self._grown(plan)
+        if ready is None:
+            self._fill_preempting(plan, now)
+        elif drafting and (drafts := self._draft_all(ready, plan, now)):
+            for seq in ready:
+                draft = drafts.get(seq, ())
                 plan.add(seq, 1 + len(draft), self, draft)
+        else:
+            token = self._token
+            plan.add_tokens([token[seq] for seq in ready])
         if choice is not None and drafting:
             choice.began(len(plan.work))
 
-    def _fill_all(self, plan: StepPlan) -> bool:
-        """Plan a token for each that the step has room for; False, and nothing planned, where one lacks a block."""
+    def _grown(self, plan: StepPlan) -> list[SequenceState] | None:
+        """Those that the step has room for, each with blocks for its token; None where one lacks a block."""
         ready = [seq for seq in self.running if seq.grammar is None or seq.may_draw][: min(plan.tokens, plan.seqs)]
         size = self.kv.block_size
         lacking = [seq for seq in ready if len(seq.tokens) > len(seq.blocks) * size or seq.offload is not None]
@@ -142,10 +141,19 @@ class DecodeScheduler:
             for seq in lacking:
                 self.kv.grow(seq)
         except NoRoom:
-            return False
-        token = self._token
-        plan.add_tokens([token[seq] for seq in ready])
-        return True
+            return None
+        return ready
+
+    def _fill_preempting(self, plan: StepPlan, now: float) -> None:
+        """A token for each that there are blocks for, those of others if need be. Nothing is drafted."""
+        preempted = plan.preempted
+        for seq in list(self.running):
+            if plan.tokens < 1 or plan.seqs < 1:
+                break
+            if seq in preempted or (seq.grammar is not None and not seq.may_draw):
+                continue
+            if self._make_room(seq, plan, now):
+                plan.add(seq, 1, self)
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
         """Add all sequences but those whose last token is being drawn, oldest first; False if one lacks blocks."""
@@ -174,27 +182,42 @@ class DecodeScheduler:
             del seq.tokens[length:]
         return True
 
-    def _turns(self, now: float) -> DraftTurns | None:
-        """Who may draft, where some lag behind; None where anyone may."""
-        if self.speculation is None:
-            return None
-        return DraftTurns.of(self.running, self.speculation.cost, self.speculation.limit, now)
+    def _draft_all(
+        self, ready: Sequence[SequenceState], plan: StepPlan, now: float
+    ) -> dict[SequenceState, tuple[int, ...]]:
+        """Tokens to try beyond the next, by sequence, where that pays and takes no tokens or blocks from others."""
+        speculation, batch = self.speculation, len(self.running)
+        if speculation is None:
+            return {}
+        turns = DraftTurns.of(self.running, speculation.cost, speculation.limit, now)
+        spare = plan.tokens - len(ready) - self.for_prompts
+        if turns is not None and not turns.lagging:
+            spare = min(spare, turns.spare)
+        found: dict[SequenceState, tuple[int, ...]] = {}
+        for seq in ready:
+            if spare < 1:
+                break
+            drafts = self._drafts.get(seq)
+            if drafts is None:
+                drafts = self._drafts[seq] = speculation.begin(seq, batch)
+            if turns is None and speculation.rests(drafts, seq.tokens, batch):
+                continue
+            if seq.request.sampling.penalised or (turns is not None and not turns.has(seq)):
+                continue
+            room = min(spare, self._room(seq))
+            draft = speculation.draft(drafts, seq.tokens, room, batch, turns)
+            if draft and seq.grammar is not None and draft[0] != PROMISED:
+                draft = draft[: seq.grammar.possible(seq.output, draft)]  # the rest would be computed in vain
+            if draft:
+                found[seq] = tuple(draft)
+                spare -= len(draft)
+        return found
 
-    def _draft(self, seq: SequenceState, plan: StepPlan, turns: DraftTurns | None) -> tuple[int, ...]:
-        """Tokens to try beyond the next, when that pays and takes no tokens or blocks from other sequences."""
-        if self.speculation is None or seq.request.sampling.penalised or (turns and seq not in turns.lagging):
-            return ()
-        drafts = self._drafts.get(seq)
-        if drafts is None:
-            drafts = self._drafts[seq] = self.speculation.begin(seq, len(self.running))
-        left = min(seq.request.sampling.max_tokens - seq.output_len - 1, self.max_model_len - len(seq.tokens) - 1)
-        others = len(self.running) - len(plan.work) - 1
-        held = seq.held_blocks * self.kv.block_size - len(seq.tokens)  # a draft is not worth a block
-        room = min(left, held, plan.tokens - 1 - others - self.for_prompts)
-        draft = self.speculation.draft(drafts, seq.tokens, room, len(self.running), turns)
-        if seq.grammar is not None and draft and draft[0] != PROMISED:
-            draft = draft[: seq.grammar.possible(seq.output, draft)]  # the rest would be computed in vain
-        return tuple(draft)
+    def _room(self, seq: SequenceState) -> int:
+        """Tokens after the next that its text, context and blocks have room for: a draft is not worth a block."""
+        length = len(seq.tokens)
+        left = min(seq.request.sampling.max_tokens - seq.output_len, self.max_model_len - length) - 1
+        return min(left, seq.held_blocks * self.kv.block_size - length)
 
     def _make_room(self, seq: SequenceState, plan: StepPlan, now: float) -> bool:
         """Grow `seq` by a block if it needs one, preempting others for it; False if it had to go itself."""

@@ -10,7 +10,7 @@ Prompt lookup is due to Saxena, "Prompt Lookup Decoding" (2023); exact verificat
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from math import inf
 
 from decode.model_drafts import AcceptedShare, Drafts, ModelDrafts, ProposingCost
@@ -21,19 +21,33 @@ from serving.engine.sequence import SequenceState
 from serving.fading_line import FadingLine
 
 SIZES = (4, 3, 2)  # tokens that must match, longest first
-RARE = 24  # tokens between drafts for a sequence whose drafts have been failing
+RARE = 24  # steps between trials of a model's drafts that do not pay, and between guesses that are far from paying
 FADE = 0.99  # of the memory of steps, a step
 DECAY = 0.9  # of the memory of accepted drafts, a draft
+TRIED = 0.01  # of the time of steps, spent on drafts that may pay, to learn what they cost
 
 
 @dataclass(slots=True)
 class PromptLookup:
-    """Where each run of tokens of a sequence last occurred before its end: a function of its tokens, kept up."""
+    """Where each run of tokens of a sequence last occurred before its end: a function of its tokens, kept up.
 
+    What its drafts are worth it learns without a step too: it compares what it would have drafted with what came.
+    """
+
+    prior: InitVar[float] = 0.5
     last: dict[tuple[int, ...], int] = field(default_factory=dict)  # run of tokens → position after it
     seen: int = 0  # tokens taken in
-    accepted: float = 0.5  # share of drafted tokens that were accepted, recent ones counting more
-    rest: int = 0  # tokens to go before the next trial, while drafting does not pay
+    share: AcceptedShare = field(init=False)
+    rest: int = 0  # steps to go before the next guess
+    guess: list[int] = field(default_factory=list)  # what it would have drafted
+    guessed_at: int = 0  # after so many tokens
+
+    def __post_init__(self, prior: float) -> None:
+        self.share = AcceptedShare(DECAY, prior)
+
+    @property
+    def accepted(self) -> float:
+        return self.share.value
 
     @property
     def behind(self) -> int:
@@ -61,9 +75,36 @@ class PromptLookup:
                     self.last[tuple(tokens[end - size : end])] = end
         self.seen = len(tokens)
 
+    def judge(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """How many tokens it had guessed and how many came so; (0, 0) while that is not known."""
+        guess = self.guess
+        if not guess:
+            return 0, 0
+        came = tokens[self.guessed_at : self.guessed_at + len(guess)]
+        right = agreeing(guess, came)
+        if right == len(came) < len(guess):
+            return 0, 0  # so far it is right
+        self.guess = []
+        self.share.observe(len(guess), right)
+        return len(guess), right
+
+    def guess_anew(self, tokens: Sequence[int], count: int, pause: int) -> None:
+        """Unless a guess is open: note what it would draft now. After that it rests for `pause` steps at least."""
+        if not self.guess:
+            self.guess, self.guessed_at = self.draft(tokens, count), len(tokens)
+        self.rest = max(pause, len(self.guess) - 1)
+
     def verified(self, drafted: int, accepted: int) -> None:
         """So many of the drafted tokens were accepted."""
-        self.accepted = DECAY * self.accepted + (1 - DECAY) * accepted / drafted
+        self.share.observe(drafted, accepted)
+
+
+def agreeing(guess: Sequence[int], came: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for place, (guessed, real) in enumerate(zip(guess, came, strict=False)):
+        if guessed != real:
+            return place
+    return min(len(guess), len(came))
 
 
 class DraftCost(FadingLine):
@@ -74,20 +115,22 @@ class DraftCost(FadingLine):
     def __init__(self) -> None:
         super().__init__(FADE)
 
+    @property
+    def known(self) -> bool:
+        """False until steps of different sizes have told what a token adds."""
+        return self.weight >= 3 and self.spread > 1e-9 * self.xx * self.weight
+
     def token_share(self, tokens: int) -> float:
         """The share of the time of a step of so many tokens that grows with their number: 0 to 1; 1 while unknown."""
-        if self.weight < 3 or self.spread <= 1e-9 * self.xx * self.weight:
-            return 1.0
-        slope = self.slope
-        base = max(0.0, (self.y - slope * self.x) / self.weight)
-        whole = base + slope * tokens
-        return slope * tokens / whole if whole > 0 else 1.0
+        whole = self.seconds(tokens)
+        return 1.0 if whole is None else self.slope * tokens / whole if whole > 0 else 1.0
 
     def seconds(self, tokens: int) -> float | None:
         """A step of so many tokens; None while unknown."""
-        if self.weight < 3 or self.spread <= 1e-9 * self.xx * self.weight:
+        if not self.known:
             return None
-        return max(0.0, (self.y - self.slope * self.x) / self.weight) + self.slope * tokens
+        slope = self.slope
+        return max(0.0, (self.y - slope * self.x) / self.weight) + slope * tokens
 
     def tokens_within(self, seconds: float, most: int) -> int:
         """The most tokens that a step of so many seconds can compute. Ask only where `seconds` are known."""
@@ -97,10 +140,10 @@ class DraftCost(FadingLine):
 
 @dataclass(slots=True)
 class DraftTurns:
-    """Who drafts in a step in which some sequences lag behind their TPOT objectives: those, and no others.
+    """Who drafts in a step of sequences that have TPOT objectives: where some lag behind theirs those, and no others.
 
-    A draft makes the step longer for everyone. To the sequence itself it is worth that long before it is to all of
-    them: then it may have `spare` tokens, so many as let those that are in time stay so.
+    A draft makes the step longer for everyone: `spare` tokens let those that are in time stay so. To a sequence that
+    lags a draft is worth that long before it is to all of them.
     """
 
     lagging: set[SequenceState]
@@ -108,7 +151,7 @@ class DraftTurns:
 
     @staticmethod
     def of(running: Collection[SequenceState], cost: DraftCost, limit: int, now: float) -> DraftTurns | None:
-        """None where nobody lags, or what a step takes is not known. `limit` tokens are drafted at most.
+        """None where nobody is to be in time, or what a step takes is not known. `limit` tokens are drafted at most.
 
         A sequence lags if the next step would end after its next token is due, unless it had to be given up: with every
         draft accepted its last token would still come too late.
@@ -129,17 +172,49 @@ class DraftTurns:
                 least = min(least, slack)
             elif slack - step + (left - 1) * (goals.tpot - step / (1 + limit)) >= 0.0:
                 lagging.add(seq)
-        if not lagging:
+        if not lagging and least == inf:
             return None
-        return DraftTurns(lagging, cost.tokens_within(least, len(lagging) * limit + batch) - batch)
+        drafting = len(lagging) or batch
+        return DraftTurns(lagging, cost.tokens_within(least, drafting * limit + batch) - batch)
+
+    def has(self, seq: SequenceState) -> bool:
+        """True if this sequence may draft."""
+        return not self.lagging or seq in self.lagging
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What drafts cost in a step of so many sequences, as of some `total` of measured seconds."""
+
+    batch: int
+    total: float
+    step: float | None  # seconds without drafts; None while it is not known what a token adds
+    each: float  # seconds that a drafted token adds
+    needed: float  # the chance of the first drafted token from which on it pays
+
+    def depth(self, chance: float, most: int) -> int:
+        """How many drafted tokens pay, each accepted with this chance if those before it were."""
+        step, each = self.step, self.each
+        if step is None:
+            return 0
+        count, reached, expected = 0, chance, 0.0
+        while count < most and reached * (step + count * each) > each * (self.batch + expected):
+            count += 1
+            expected += reached
+            reached *= chance
+        return count
 
 
 class Speculation:
     """Drafts for the sequences of one worker, `limit` tokens at most each, where they pay.
 
-    k more tokens in a step of T tokens, of which a share p is accepted, cost k·b seconds and save k·p tokens' worth of
-    steps, (a + b·T)/T seconds each. So drafting pays when p > b·T / (a + b·T): when most of a step's cost is fixed.
-    Where a `proposer` makes the drafts, each takes it d seconds more: p > (b + d)·T / (a + b·T).
+    A step of T tokens takes S = a + b·T seconds and each drafted token u = b + d more, d where a model makes it. With k
+    of them, of which e are accepted in the mean, a step brings T + e tokens in S + k·u seconds: another one that is
+    accepted with the chance q pays when q·(S + k·u) > u·(T + e). So the first pays when q > u·T / S, when most of a
+    step's cost is fixed, and a sequence drafts the deeper, the better its drafts are.
+
+    Where they do not pay, prompt lookup learns of its drafts by guesses that no step computes; what drafts cost is
+    learned from steps that draft nevertheless, where they come near to paying, in the share TRIED of time.
     """
 
     def __init__(self, limit: int, proposer: Proposer | None = None):
@@ -153,46 +228,89 @@ class Speculation:
         self.drafted = 0
         self.accepted = 0
         self.accepted_at = [0] * limit  # of the drafts so many had their first token accepted, their second, …
+        self.allowance = 0.0  # seconds that trials may take, below 0 after one
+        self._tried = 0  # tokens that a step tries although that does not pay
+        self._right = 0  # tokens accepted in it
+        self._batch = 1  # sequences in it
+        self._price: StepPrice | None = None  # the last one asked for
 
     def begin(self, seq: SequenceState, batch: int) -> Drafts:
-        """The drafts of a sequence that has none yet. A model's are expected to be as good as its others were."""
+        """The drafts of a sequence that has none yet. They are expected to be as good as others were."""
         if self.proposer is None:
-            return PromptLookup()
+            return PromptLookup(self.seen.value)
         drafts = ModelDrafts(seq, self.proposer, self.seen.value)
         if drafts.accepted <= self.needed(batch):
             drafts.rest = self.trial_steps(drafts, batch)
         return drafts
 
     def needed(self, batch: int) -> float:
-        """The share of drafted tokens that has to be accepted for drafts to pay, in a step of about `batch` tokens."""
-        share, step = self.cost.token_share(batch), self.cost.seconds(batch)
-        return share if not step else share + self.proposing.draft * batch / step
+        """The chance of the first drafted token from which on it pays, in a step of about `batch` tokens."""
+        return self.price(batch).needed
+
+    def price(self, batch: int) -> StepPrice:
+        """The same for all sequences of a step."""
+        cost, found = self.cost, self._price
+        if found is None or found.batch != batch or found.total != cost.y or self.proposer is not None:
+            step, each = cost.seconds(batch), self.proposing.draft
+            if step is not None:
+                each += cost.slope
+            found = self._price = StepPrice(batch, cost.y, step, each, each * batch / step if step else 1.0)
+        return found
+
+    def depth(self, chance: float, batch: int, most: int) -> int:
+        """How many drafted tokens pay, each accepted with this chance if those before it were."""
+        return self.price(batch).depth(chance, most)
 
     def draft(
         self, drafts: Drafts, tokens: Sequence[int], room: int, batch: int, turns: DraftTurns | None = None
     ) -> list[int]:
         """Tokens to try after `tokens`, at most `room`, in a step of about `batch` tokens.
 
-        `turns` of a sequence that lags. For it alone k tokens pay when p > b / (a + b·T): the others lend the rest.
+        `turns` of a sequence that lags. For it alone a draft pays when its chance > u / S: the others lend the rest.
         """
-        count = min(self.limit, room)
-        if count < 1:
+        most = min(self.limit, room)
+        if most < 1:
             return []
-        needed = self.needed(batch)
-        if drafts.accepted <= needed:
-            lent = turns is not None and turns.spare > 0 and drafts.behind <= CLOSE
-            if turns is not None and lent and drafts.accepted > needed / batch:
-                draft = drafts.draft(tokens, min(count, turns.spare))
-                turns.spare -= len(draft)
-                return draft
-            drafts.rest -= 1
-            if drafts.rest > 0:
-                return []
-            drafts.rest = self.trial_steps(drafts, batch)  # does not pay now; look again from time to time
-            count = 1
-        elif not self.repays(drafts, batch):
+        price, chance = self.price(batch), drafts.accepted
+        count = price.depth(chance, most) if chance > price.needed else 0
+        if count > 0:
+            return drafts.draft(tokens, count) if self.repays(drafts, batch) else []
+        lent = turns is not None and turns.lagging and turns.spare > 0 and drafts.behind <= CLOSE
+        if turns is not None and lent and chance > price.needed / batch:
+            draft = drafts.draft(tokens, min(most, turns.spare))
+            turns.spare -= len(draft)
+            return draft
+        if self.rests(drafts, tokens, batch):
             return []
-        return drafts.draft(tokens, count)
+        if isinstance(drafts, PromptLookup):
+            draft = drafts.draft(tokens, most)
+            self._tried += len(draft)
+            self._batch = batch
+            return draft
+        drafts.rest -= 1
+        if drafts.rest > 0:
+            return []
+        drafts.rest = self.trial_steps(drafts, batch)  # does not pay now; look again from time to time
+        return drafts.draft(tokens, 1)
+
+    def rests(self, drafts: Drafts, tokens: Sequence[int], batch: int) -> bool:
+        """True if prompt lookup drafts nothing now: that does not pay, and trials have no time left, or no hope.
+
+        Its guesses are compared instead. Ask once a step.
+        """
+        if not isinstance(drafts, PromptLookup):
+            return False
+        price, chance = self.price(batch), drafts.accepted
+        near = price.step is None or chance > price.needed / 2
+        if chance > price.needed or (near and self.allowance > 0.0):
+            return False
+        drafts.rest -= 1
+        if drafts.rest <= 0:
+            guessed, right = drafts.judge(tokens)
+            if guessed:
+                self.seen.observe(guessed, right)
+            drafts.guess_anew(tokens, self.limit, 1 if near else RARE)
+        return True
 
     def trial_steps(self, drafts: Drafts, batch: int) -> int:
         """Steps between trials, so many that these take no more than one step in RARE would."""
@@ -203,14 +321,18 @@ class Speculation:
     def repays(self, drafts: Drafts, batch: int) -> bool:
         """False where a model would have to catch up on more than its drafts could save until the sequence's end.
 
-        A drafted token saves (p - needed share) · (a + b·T)/T seconds; of those left a step brings 1 + k·p.
+        A draft of k tokens, e of them accepted in the mean, saves e·S/T - k·u seconds, and a step brings 1 + e of those
+        left.
         """
-        step = self.cost.seconds(batch)
-        if drafts.behind <= CLOSE or step is None:
+        if drafts.behind <= CLOSE:
             return True
-        saved = (drafts.accepted - self.needed(batch)) * step / batch
-        drafted = drafts.left * self.limit / (1.0 + self.limit * drafts.accepted)
-        return saved * drafted > self.proposing.backlog * drafts.behind
+        step = self.cost.seconds(batch)
+        if step is None:
+            return True
+        count = self.depth(drafts.accepted, batch, self.limit)
+        expected = sum(drafts.accepted**place for place in range(1, count + 1))
+        saved = expected * step / batch - count * (self.cost.slope + self.proposing.draft)
+        return saved * drafts.left / (1.0 + expected) > self.proposing.backlog * drafts.behind
 
     def verified(self, drafts: Drafts, drafted: int, accepted: int) -> None:
         drafts.verified(drafted, accepted)
@@ -218,9 +340,23 @@ class Speculation:
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
+        self._right += accepted
         for position in range(accepted):
             self.accepted_at[position] += 1
 
     def measured(self, record: StepRecord) -> None:
-        self.cost.observe(record.new_tokens, record.verifying_seconds)
-        self.proposing.observe(record.proposing, record.verifying_seconds)
+        seconds = record.verifying_seconds
+        self.allowance = min(self.allowance, 0.0) + TRIED * seconds - self._lost(seconds)
+        self._tried = self._right = 0
+        if not record.prompt_tokens:  # those cost less each: many rows are computed at once
+            self.cost.observe(record.new_tokens, seconds)
+        self.proposing.observe(record.proposing, seconds)
+
+    def _lost(self, seconds: float) -> float:
+        """What the step's trials took, without what was right in them; of one whose cost is not known, half."""
+        if not self._tried:
+            return 0.0
+        if not self.cost.known:
+            return seconds / 2
+        step = self.cost.seconds(self._batch) or 0.0
+        return max(0.0, self._tried * self.cost.slope - self._right * step / self._batch)

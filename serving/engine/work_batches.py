@@ -22,11 +22,14 @@ class WorkBatches:
 
     def of(self, work: Sequence[Work], rows: Sequence[range], offloaded: OffloadedKV | None) -> RaggedBatch:
         """The work's new tokens; of these rows something is returned. Valid until the next batch is made."""
-        if self._decoding is not None and offloaded is None and all(map(_of_one_token, work, rows)):
+        if self._decoding is not None and offloaded is None and all(map(_decodes, work, rows)):
             sequences = [item.seq for item in work]
             starts = [seq.computed for seq in sequences]
+            tables = [seq.blocks for seq in sequences]
+            if any(item.count > 1 for item in work):
+                return self._decoding.of_several([item.tokens for item in work], starts, tables)
             tokens = [seq.tokens[start] for seq, start in zip(sequences, starts, strict=True)]
-            return self._decoding.of(tokens, starts, [seq.blocks for seq in sequences])
+            return self._decoding.of(tokens, starts, tables)
         return RaggedBatch.build(
             tokens=[item.tokens for item in work],
             starts=[item.seq.computed for item in work],
@@ -40,6 +43,7 @@ class WorkBatches:
         )
 
 
-def _of_one_token(item: Work, rows: range) -> bool:
-    """True if the item is one token, of which something is returned, and nothing else is special about it."""
-    return item.count == 1 and len(rows) == 1 and item.barrier is None and not item.seq.long_rope
+def _decodes(item: Work, rows: range) -> bool:
+    """True if the item is a token and its drafts, all of which return something, and nothing else is special."""
+    count = item.count
+    return count == len(rows) == 1 + len(item.draft) and item.barrier is None and not item.seq.long_rope

@@ -148,7 +148,8 @@ def test_a_share_lies_between_what_was_expected_and_what_was_seen(seen: list[tup
     share = AcceptedShare(0.9, prior)
     for drafted, right in seen:
         share.observe(drafted, round(drafted * right))
-    rates = [prior, *(round(drafted * right) / drafted for drafted, right in seen)]
+    rights = [(drafted, round(drafted * right)) for drafted, right in seen]
+    rates = [prior, *(right / min(drafted, right + 1) for drafted, right in rights)]
     assert min(rates) - 1e-9 <= share.value <= max(rates) + 1e-9
 
 
@@ -157,8 +158,8 @@ def test_a_few_right_trials_are_enough_to_draft() -> None:
     proposer = Told()
     made, drafts = speculation(proposer, draft=0.0075), drafts_of(proposer, 0.5)
     trials = 0
-    while len(made.draft(drafts, [1], 9, 1)) < 4:
-        if drafts.rest == RARE:
+    while not made.depth(drafts.accepted, 1, 4):
+        if made.draft(drafts, [1], 9, 1):
             trials += 1
             made.verified(drafts, 1, 1)
     assert 3 <= trials <= 5

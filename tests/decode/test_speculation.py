@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.speculation import RARE, SIZES, DraftCost, PromptLookup, Speculation
+from decode.speculation import RARE, SIZES, TRIED, DraftCost, PromptLookup, Speculation
+from serving.engine.plan import StepRecord
+from serving.step_cost import StepLoad
 
 tokens = st.lists(st.integers(0, 3), max_size=60)
 
@@ -66,17 +72,114 @@ def test_it_drafts_as_long_as_that_is_free_and_within_the_room() -> None:
     assert made.draft(PromptLookup(), repeating, room=0, batch=1) == []
 
 
-def test_it_stops_when_its_drafts_fail_and_looks_again_later() -> None:
-    made, lookup, repeating = Speculation(4), PromptLookup(), [1, 2, 3, 4] * 4
+BASE, SLOPE = 0.010, 0.010  # seconds: at one token half of a step's time is the token's
+
+
+def measured(made: Speculation, tokens: int, prompt: int = 0) -> float:
+    """A step of so many tokens that takes what it does by BASE and SLOPE."""
+    seconds = BASE + SLOPE * tokens
+    record = StepRecord(
+        **{"began": 0.0, "load": StepLoad(tokens), "prompt_tokens": prompt, "step_seconds": seconds},
+        **dict.fromkeys(("schedule_seconds", "batch_seconds", "forward_seconds", "sample_seconds"), 0.0),
+    )
+    made.measured(record)
+    return seconds
+
+
+def known(limit: int = 4) -> Speculation:
+    made = Speculation(limit)
     for size in (1, 2, 8, 32):
-        made.cost.observe(size, 0.01 + 0.01 * size)  # at one token half of a step's time is the token's
+        measured(made, size)
+    return made
+
+
+def test_drafts_that_fail_are_not_computed_any_more() -> None:
+    made, lookup, repeating = known(), PromptLookup(), [1, 2, 3, 4] * 4
     for _ in range(20):
         made.verified(lookup, 4, 0)
-    drafts = [made.draft(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE)]
-    tried = [i for i, draft in enumerate(drafts) if draft]
-    assert all(len(drafts[i]) == 1 for i in tried), "a trial costs one token"
-    assert len(tried) == 3
+    assert not any(made.draft(lookup, repeating, room=10, batch=1) for _ in range(3 * RARE))
     assert (made.drafts, made.drafted, made.accepted) == (20, 80, 0)
+
+
+def texts(chance: float) -> Iterator[list[int]]:
+    """A text a token longer each time: it goes round, and turns off after a token in 1 / (1 - chance)."""
+    draw, text = random.Random(7), [1, 2, 3, 4] * 4
+    while True:
+        yield text
+        text.append(text[-1] % 4 + 1 if draw.random() < chance else draw.randint(5, 30))
+
+
+def test_it_learns_what_drafts_are_worth_without_computing_one() -> None:
+    """And drafts as soon as they pay."""
+    made, lookup = known(), PromptLookup(0.0)
+    drafted = 0
+    for text, _ in zip(texts(1.0), range(60), strict=False):
+        measured(made, 1)
+        drafted += bool(made.draft(lookup, text, 10, 1))
+    assert lookup.accepted > 0.5 and drafted > 10 and made.drafted == 0
+
+
+@pytest.mark.parametrize(("chance", "least", "most"), [(0.0, 0.0, 0.2), (0.8, 0.6, 0.95)])
+def test_what_it_learns_is_the_chance_of_a_token(chance: float, least: float, most: float) -> None:
+    found = []
+    made, lookup = Speculation(4), PromptLookup()
+    for text, _ in zip(texts(chance), range(400), strict=False):
+        made.draft(lookup, text, 10, 64)
+        found.append(lookup.accepted)
+    assert least <= statistics.mean(found[100:]) <= most
+
+
+@given(st.floats(0.0, 1.0), st.floats(1e-3, 1e-1), st.floats(1e-5, 1e-1), st.integers(1, 64), st.integers(0, 8))
+def test_a_draft_is_as_deep_as_brings_the_most_tokens_a_second(
+    chance: float, base: float, slope: float, batch: int, most: int
+) -> None:
+    made = Speculation(8)
+    for size in (1, 2, 8, 32, 64) * 3:
+        made.cost.observe(size, base + slope * size)
+    step, each = made.cost.seconds(batch), made.cost.slope
+    assert step is not None
+
+    def pace(count: int) -> float:
+        return (batch + sum(chance**place for place in range(1, count + 1))) / (step + each * count)
+
+    best = max(map(pace, range(most + 1)))
+    assert pace(made.depth(chance, batch, most)) == pytest.approx(best, rel=1e-9)
+
+
+def test_what_drafts_cost_is_learned_in_a_small_share_of_time() -> None:
+    """They would have to be right half of the time to pay, and are two times in five."""
+    made, lookup = known(), PromptLookup(0.4)
+    time = tried = 0.0
+    for text, _ in zip(texts(1.0), range(2000), strict=False):
+        lookup.share.accepted, lookup.share.drafted = 40.0, 98.0
+        draft = made.draft(lookup, text, 10, 1)
+        if draft:
+            made.verified(lookup, len(draft), 0)
+        time += measured(made, 1 + len(draft))
+        tried += SLOPE * len(draft)
+    assert 0.0 < tried <= TRIED * time + 4 * SLOPE
+
+
+def test_where_nothing_is_known_of_the_cost_it_is_tried() -> None:
+    made, lookup = Speculation(4), PromptLookup(0.4)
+    measured(made, 1)
+    assert not made.cost.known
+    for text, _ in zip(texts(1.0), range(400), strict=False):
+        measured(made, 1 + len(made.draft(lookup, text, 10, 1)))
+    assert made.cost.known and made.cost.slope == pytest.approx(SLOPE)
+
+
+def test_steps_with_prompts_tell_nothing_of_a_drafted_token() -> None:
+    """A prompt's tokens cost less each: one step of 500 would let every draft seem cheap."""
+    made = known()
+    before = made.needed(8)
+    made.measured(
+        StepRecord(
+            **{"began": 0.0, "load": StepLoad(500), "prompt_tokens": 492, "step_seconds": 0.05},
+            **dict.fromkeys(("schedule_seconds", "batch_seconds", "forward_seconds", "sample_seconds"), 0.0),
+        )
+    )
+    assert made.needed(8) == before
 
 
 def test_accepted_tokens_are_counted_by_their_place_in_the_draft() -> None:
@@ -87,8 +190,9 @@ def test_accepted_tokens_are_counted_by_their_place_in_the_draft() -> None:
 
 
 def test_large_batches_need_better_drafts() -> None:
-    made, lookup, repeating = Speculation(4), PromptLookup(accepted=0.6), [1, 2, 3, 4] * 4
+    made, lookup, repeating = Speculation(4), PromptLookup(0.8), [1, 2, 3, 4] * 4
     for size in (1, 2, 8, 32):
         made.cost.observe(size, 0.01 + 0.001 * size)
-    assert len(made.draft(lookup, repeating, room=10, batch=2)) == 4
-    assert [len(made.draft(lookup, repeating, room=10, batch=64)) for _ in range(3)] == [1, 0, 0], "a trial, then none"
+    assert len(made.draft(lookup, repeating, room=10, batch=1)) == 4
+    assert len(made.draft(lookup, repeating, room=10, batch=8)) == 3
+    assert [len(made.draft(lookup, repeating, room=10, batch=64)) for _ in range(3)] == [0, 0, 0]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from decode.speculation import Speculation
 from deploy.worker.proposers import DraftParts, load_draft_parts
 from serving.config import EngineConfig, ModelConfig
 from serving.engine.sequence import SequenceState
@@ -19,6 +18,7 @@ from serving.errors import Preempted
 from serving.grammar.forms import json_grammar, regex_grammar
 from serving.loader.loading import LoadedModel, load
 from serving.messages import Request, Role, SamplingParams
+from tests.fakes.drafting import drafts_always
 from tests.flow.client import Asked, Client
 from tests.flow.conftest import Cluster, ClusterMaker
 from tests.flow.reference import prompts
@@ -36,7 +36,7 @@ TRIES = 4
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether drafts pay is another matter: here they are made wherever they can be."""
-    monkeypatch.setattr(Speculation, "needed", lambda self, batch: -1.0)
+    drafts_always(monkeypatch)
 
 
 def requests(count: int, **sampling: object) -> list[Request]:

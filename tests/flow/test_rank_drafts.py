@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode.speculation import Speculation
 from deploy.local import LocalCluster
 from deploy.worker.model_cache import load_from, release
 from router.fleet import RouterConfig
 from serving.config import EngineConfig, ModelConfig
+from tests.fakes.drafting import drafts_always
 from tests.flow.conftest import Cluster
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.test_pool import ask
@@ -27,7 +27,7 @@ TP2 = ModelConfig(dtype="float32", tensor_parallel_size=2)
 
 @pytest.mark.parametrize("config", [EP2, pytest.param(TP2, marks=pytest.mark.slow)], ids=["ep2", "tp2"])
 async def test_drafts_change_no_token(config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculation, "needed", lambda self, batch: -1.0)  # made wherever they can be
+    drafts_always(monkeypatch)
     threads = torch.get_num_threads()
     path = save(build(configs()["mixtral"]), tmp_path / "mixtral")
     drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}

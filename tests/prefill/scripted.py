@@ -126,6 +126,9 @@ class Eager(Speculation):
     ) -> list[int]:
         return drafts.draft(tokens, min(self.limit, room)) if room > 0 else []
 
+    def rests(self, drafts: Drafts, tokens: Sequence[int], batch: int) -> bool:
+        return False
+
 
 def make_decoding(kv: KVCacheManager, *, drafts: int = 0) -> DecodeScheduler:
     limit = kv.allocator.num_blocks * kv.block_size

@@ -66,7 +66,7 @@ GOLDEN = {
     "prefixes": "d9a118757c49b856",
     "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
-    "drafts": "364ac9f998ddbe31",
+    "drafts": "a11bc88d3fa62c0a",
     "a lost worker": "3e553dc19fe8f7f1",
     "workers that leave and join": "303b07933dda9acf",
     "two routers": "72950929c6b3b702",

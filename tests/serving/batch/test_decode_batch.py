@@ -10,9 +10,10 @@ from serving.batch.decode_batch import DecodeBatches
 from serving.batch.ragged import RaggedBatch
 
 SIZE = 4
-# Of each sequence: its number, which names its blocks, and how many tokens it has.
+# Of each sequence: its number, which names its blocks, how many tokens it has, and how many more it drafts.
+LENGTHS = st.tuples(st.integers(1, 100), st.integers(0, 3))
 STEPS = st.lists(
-    st.dictionaries(st.integers(0, 5), st.integers(1, 100), min_size=1, max_size=4).map(lambda step: [*step.items()]),
+    st.dictionaries(st.integers(0, 5), LENGTHS, min_size=1, max_size=4).map(lambda step: [*step.items()]),
     min_size=1,
     max_size=8,
 )
@@ -30,19 +31,23 @@ def same(found: RaggedBatch, built: RaggedBatch) -> None:
 
 
 @given(STEPS, st.booleans())
-def test_each_batch_is_as_one_built_anew(steps: list[list[tuple[int, int]]], moved: bool) -> None:
+def test_each_batch_is_as_one_built_anew(steps: list[list[tuple[int, tuple[int, int]]]], moved: bool) -> None:
     batches = DecodeBatches(SIZE)
     for number, step in enumerate(steps):
         base = 1000 * number if moved else 0  # blocks elsewhere than in the step before
-        tables = [[base + 100 * seq + block for block in range(-(-length // SIZE))] for seq, length in step]
-        starts, tokens = [length - 1 for _, length in step], [7 * seq + length for seq, length in step]
-        found = batches.of(tokens, starts, tables)
-        same(
-            found,
-            RaggedBatch.build(
-                tokens=[[token] for token in tokens], starts=starts, block_tables=tables, block_size=SIZE
-            ),
-        )
+        lengths = [length for _, (length, _) in step]
+        tokens = [[7 * seq + length + place for place in range(1 + more)] for seq, (length, more) in step]
+        tables = [
+            [base + 100 * seq + block for block in range(-(-(length + more) // SIZE))] for seq, (length, more) in step
+        ]
+        starts = [length - 1 for length in lengths]
+        if all(len(new) == 1 for new in tokens):
+            found = batches.of([token for [token] in tokens], starts, tables)
+        else:
+            found = batches.of_several(tokens, starts, tables)
+        rows = range(sum(map(len, tokens)))
+        built = RaggedBatch.build(tokens=tokens, starts=starts, block_tables=tables, block_size=SIZE, logits_rows=rows)
+        same(found, built)
 
 
 def test_a_sequence_that_goes_on_stays_in_the_same_memory() -> None:
