@@ -2,7 +2,7 @@
 
 Run `python -m scripts.served_losses --times 100`. Clients ask through a router without pause. Each time one of the
 ranks but the leader is harmed at no particular moment of a step; the next harm comes when it is in the group again.
-Texts are compared with those of one process.
+Texts are compared with those of one process. Tables go to stdout; each loss, as it has been got over, to stderr.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -35,6 +36,13 @@ from serving.rank_group.leader import SpreadModel, load_spread
 CLIENTS = 6
 LOOK = 0.002  # seconds between looks at what the group has noticed
 MOST_SECONDS = 180.0  # until a rank is back
+TIMES = {  # of a loss, and what they are called
+    "noticed": "noticed",
+    "stalled": "stalled",
+    "client": "a client's wait",
+    "back": "back after",
+    "rejoined": "rejoin stalls",
+}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SHARED = Path("/dev/shm")
 
@@ -79,6 +87,13 @@ def gap_at(times: Sequence[float], when: float) -> float:
     return max(two - one for one, two in itertools.pairwise(times[after - 1 : after + 3]))
 
 
+def progress(found: Sequence[Loss], times: int, victim: int, seconds: float) -> str:
+    """A line on the last of them, `seconds` after the first harm began."""
+    last, left = found[-1], seconds / len(found) * (times - len(found))
+    took = ", ".join(f"{name} {1e3 * getattr(last, field):,.0f}" for field, name in TIMES.items())
+    return f"{len(found)} of {times}: rank {victim}, ms: {took}; {seconds:.0f} s so far, about {left:.0f} s to go"
+
+
 def opened() -> Counter[str]:
     """What this process has open, by kind, its threads, tasks and maps of shared memory, and what lies in /dev/shm.
 
@@ -110,9 +125,11 @@ async def losses(
         await group.ask(wanted)
         group.start(prompts(0, CLIENTS))
         await until(lambda: all(group.heard))
-        before = opened()
+        before, began = opened(), time.monotonic()
         for number in range(times):
-            found.append(await lose(group, spread, 1 + number % (spread.ranks.configured - 1), how))
+            victim = 1 + number % (spread.ranks.configured - 1)
+            found.append(await lose(group, spread, victim, how))
+            print(progress(found, times, victim, time.monotonic() - began), file=sys.stderr, flush=True)
             await asyncio.sleep(chance.uniform(0.05, 0.3))
         more = ", ".join(f"{name} +{count}" for name, count in (opened() - before).items()) or "none"
         await group.stop()
@@ -128,12 +145,12 @@ async def losses(
 
 
 def columns(found: Sequence[Loss]) -> list[list[float]]:
-    return [[getattr(one, name) for one in found] for name in ("noticed", "stalled", "client", "back", "rejoined")]
+    return [[getattr(one, name) for one in found] for name in TIMES]
 
 
 HEADER = (
-    "ranks", "signal", "copies", "times", "noticed ms", "stalled ms", "a client's wait ms", "back after ms",
-    "rejoin stalls ms", "steps repeated", "experts loaded", "texts that differ", "left open: more",
+    "ranks", "signal", "copies", "times", *(f"{name} ms" for name in TIMES.values()),
+    "steps repeated", "experts loaded", "texts that differ", "left open: more",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from scripts.served_balance import step_table
 from scripts.served_group import Step
-from scripts.served_losses import gap_at
+from scripts.served_losses import Loss, gap_at, progress
 
 SHORT = Step(
     began=0.0,
@@ -41,3 +41,13 @@ def test_a_gap_is_that_around_the_harm() -> None:
     assert gap_at(times, 3.0) == 4.5
     assert gap_at(times, 2.25) == 4.5, "the step that was hit may be the one after"
     assert gap_at(times, 0.5) == 1.0
+
+
+def test_progress_tells_the_last_loss_and_what_is_left() -> None:
+    first = Loss(noticed=0.5, stalled=0.5, client=0.5, back=0.5, rejoined=0.5, repeated=1)
+    last = Loss(noticed=1.0, stalled=1.25, client=1.5, back=2.0, rejoined=0.012, repeated=1)
+    assert progress([first, last], 10, 2, 6.0) == (
+        "2 of 10: rank 2, ms: noticed 1,000, stalled 1,250, a client's wait 1,500, back after 2,000, rejoin stalls 12;"
+        " 6 s so far, about 24 s to go"
+    )
+    assert progress([first, last], 2, 1, 6.0).endswith("about 0 s to go")
