@@ -1,0 +1,104 @@
+"""Steps of processes that do nothing but compute and meet: how long a machine makes single steps by itself.
+
+Run `python -m scripts.spinning_steps --milliseconds 9` beside a measurement of served ranks, for what their longest
+step is to be compared with. Each process is bound to a core of its own, does the same work in every phase of a step,
+allocates nothing, and waits awake for the others after each phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import MutableSequence
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import RawArray
+
+PHASES = 9  # as a step of a model of four MoE layers: before and after each exchange
+BLOCK = bytes(16 * 1024)  # is hashed again and again, in the caches
+APART = 8  # numbers between those of two processes: a cache line
+
+
+def hashed(times: int) -> None:
+    for _ in range(times):
+        hashlib.sha256(BLOCK).digest()
+
+
+def seconds_of_a_hash() -> float:
+    """The least of many."""
+    least = float("inf")
+    for _ in range(200):
+        began = time.perf_counter()
+        hashed(1)
+        least = min(least, time.perf_counter() - began)
+    return least
+
+
+def meet(told: MutableSequence[int], rank: int, number: int) -> None:
+    """Wait awake until every process has come as far."""
+    told[rank * APART] = number
+    while min(told[:-1:APART]) < number:
+        pass
+
+
+def steps(told: MutableSequence[int], rank: int, core: int, hashes: int, seconds: float) -> list[float]:
+    """Seconds of each step until `seconds` are over on process 0, which says so in the last number of `told`."""
+    os.sched_setaffinity(0, {core})
+    found, number = list[float](), 1
+    meet(told, rank, number)  # everybody is there
+    began = time.perf_counter()
+    until = began + seconds
+    while not told[-1]:
+        for phase in range(PHASES):
+            hashed(hashes)
+            number += 1
+            if rank == 0 and phase == PHASES - 1 and time.perf_counter() > until:
+                told[-1] = 1  # before it says that it has come so far
+            meet(told, rank, number)
+        ended = time.perf_counter()
+        found.append(ended - began)
+        began = ended
+    return found
+
+
+def run(connection: Connection, *arguments: object) -> None:
+    connection.send(steps(*arguments))  # type: ignore[arg-type]
+
+
+def spinning(processes: int, milliseconds: float, seconds: float) -> list[list[float]]:
+    """Seconds of each step, by each process."""
+    hashes = max(1, round(milliseconds / 1e3 / PHASES / seconds_of_a_hash()))
+    told, cores = RawArray("Q", processes * APART + 1), sorted(os.sched_getaffinity(0))
+    context, running = multiprocessing.get_context("spawn"), []
+    for rank in range(processes):
+        ours, theirs = context.Pipe()
+        arguments = (theirs, told, rank, cores[rank % len(cores)], hashes, seconds)
+        process = context.Process(target=run, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        running.append((process, ours))
+    found = []
+    for process, ours in running:
+        found.append(ours.recv())
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--milliseconds", type=float, default=9.0, help="of a step that nothing holds up")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    args = parser.parse_args()
+    took, *_ = spinning(args.processes, args.milliseconds, args.seconds)
+    median, tail = statistics.median(took), statistics.quantiles(took, n=100, method="inclusive")[98]
+    told = f"median {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f}, longest {1e3 * max(took):.1f}"
+    print(f"{len(took)} steps of {args.processes} processes: {told}, {max(took) / median:.2f} times the median")
+    print("the longest five: " + ", ".join(f"{1e3 * one:.1f}" for one in sorted(took)[-5:]))
+
+
+if __name__ == "__main__":
+    main()
