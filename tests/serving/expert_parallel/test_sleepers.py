@@ -1,4 +1,7 @@
-"""Through shared memory a rank that sleeps until all others have told is woken by the last, and by one that leaves."""
+"""Through shared memory a rank that sleeps until all others have told is woken by the last, and by one that leaves.
+
+It waits awake for as long as it is to.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from serving.expert_parallel.exchange import ExpertExchange, RankLost, Rows
+from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from tests.serving.expert_parallel.groups import SHAPE, Group
 
 RANKS = 12
@@ -39,7 +45,8 @@ class Sleeper(threading.Thread):
         super().__init__()
         self.exchange = exchange
         self.lost: RankLost | None = None
-        self.slept = 0.0  # switches that this wait took, without those at the end of a slice
+        self.switches = 0  # that this wait took, each because the rank slept
+        self.slept = 0.0  # as many without those at the end of a slice
 
     def run(self) -> None:
         begin(self.exchange)
@@ -49,7 +56,8 @@ class Sleeper(threading.Thread):
         except RankLost as lost:
             self.lost = lost
         slices = (time.monotonic() - began) / SLICE
-        self.slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before - slices
+        self.switches = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
+        self.slept = self.switches - slices
 
     def falls_asleep(self) -> None:
         """Wait until it sleeps, in a call of the kernel."""
@@ -89,3 +97,20 @@ def test_one_that_has_told_may_leave(group: Group) -> None:
         exchange.close()
     sleeper.join()
     assert sleeper.lost is None
+
+
+@pytest.mark.parametrize(("spin", "sleeps"), [(30.0, False), (0.0, True)])
+def test_a_rank_waits_awake_while_it_is_to(spin: float, sleeps: bool) -> None:
+    store, shape = HashStore(), replace(SHAPE, ranks=2)
+    with ThreadPoolExecutor(2) as threads:
+        join = [threads.submit(SharedMemoryExchange.join, shape, rank, store, spin=spin) for rank in range(2)]
+        waiting, telling = (one.result() for one in join)
+    sleeper = Sleeper(waiting)
+    sleeper.start()
+    time.sleep(20 * SLICE)
+    begin(telling)
+    sleeper.join()
+    assert sleeper.lost is None
+    assert (sleeper.switches > BESIDE) == sleeps
+    for exchange in (waiting, telling):
+        exchange.close()
