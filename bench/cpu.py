@@ -90,8 +90,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     steps: dict[str, list[dict[str, Any]]] = {}
     for name in args.weights:
         _say(f"steps with {name} weights")
-        kind, kv = cpu.Kind[name.upper()], cpu.Kind[args.kv.upper()]
-        times = list(cpu_kernels.model_steps(kernels, kind, kv, args.layers, bandwidth, args.seconds))
+        kinds = cpu_kernels.Kinds(cpu.Kind[name.upper()], cpu.Kind[args.kv.upper()])
+        times = list(cpu_kernels.model_steps(kernels, kinds, args.layers, bandwidth, args.seconds))
         head = [f"{name} weights, {args.kv} KV", "least, ms", "median", "floor", "of its speed"]
         table = [[one.name, *map(_ms, (one.least, one.median, one.floor)), f"{one.share:.0%}"] for one in times]
         print(aligned([head, *table]) + "\n", flush=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from bench.random_model import SHAPES, llama, random_model, weight_bytes
+from bench.cpu_floor import MachineLimits, decode_needs, product_kind
+from bench.random_model import SHAPES, llama, random_model
 from kvcache.memory.device import DeviceKV, token_bytes
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cpu_forward import CpuForward
@@ -30,7 +31,7 @@ from serving.sampling.sampler import Sampler, SampleRow
 
 BLOCK = 16  # tokens a KV block
 VOCAB = SHAPES["smollm2"]["vocab_size"]
-SCREENED_ROWS = 8  # as in screen.h
+CONTEXT = 300  # tokens in KV of each sequence that decodes
 READ = 256 << 20  # bytes read to know how fast memory is: more than caches hold
 
 
@@ -97,7 +98,7 @@ class StepTime:
     name: str
     least: float
     median: float
-    floor: float  # what memory, or multiplying alone, would take
+    floor: float  # what reading memory, or multiplying alone, would take
 
     @property
     def share(self) -> float:
@@ -105,42 +106,58 @@ class StepTime:
         return self.floor / self.least
 
 
-def steps(
-    model: Decoder, forward: CpuForward, kv_bytes: int, bandwidth: float, rate: float, seconds: float
-) -> Iterator[StepTime]:
-    """Decode steps over a context of 300 tokens, and prompts. `kv_bytes` are a token's, over all layers.
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What is multiplied in a model of random weights: its linear layers' weights, and what KV holds."""
 
-    The floor of a decode step is the bytes it must read (weights and KV) over the `bandwidth`; that of a prompt is its
-    multiply-adds over `rate`. Where the best tokens of few rows are found by a screen, that is read and not the head.
+    weights: cpu.Kind
+    kv: cpu.Kind
+
+    @property
+    def others(self) -> cpu.Kind:
+        """Of the head, as a worker has it."""
+        return cpu.Kind.F32 if self.weights is cpu.Kind.F32 else cpu.Kind.BF16
+
+
+def steps(
+    model: Decoder, forward: CpuForward, kinds: Kinds, kv_bytes: int, limits: MachineLimits, seconds: float
+) -> Iterator[StepTime]:
+    """Decode steps over CONTEXT tokens, and prompts. `kv_bytes` are a token's, over all layers.
+
+    The floor of a decode step is the longer of reading its weights and KV and of multiplying, each kind of product at
+    the rate of its own. That of a prompt is its multiply-adds, all at the rate of its linear layers: attention's take
+    longer where weights are INT8 and KV is not.
     """
-    head, screen = forward.decoder.head, forward.decoder.screen
-    spared = 0 if screen is None else head.packed.nbytes - screen.coarse.packed.nbytes
 
     def step(name: str, batch: RaggedBatch, floor: float) -> StepTime:
         return StepTime(name, *timed(partial(forward.greedy, batch, None), seconds), floor)
 
     for count in (1, 8, 32):
-        weights = weight_bytes(model) - (spared if count <= SCREENED_ROWS else 0)
-        floor = (weights + count * 300 * kv_bytes) / bandwidth
-        yield step(f"decode, batch {count}", batch_of(count, 1, 300), floor)
-    spec = model.spec
+        needs = decode_needs(model, forward, kinds.kv, kv_bytes, count, CONTEXT)
+        yield step(f"decode, batch {count}", batch_of(count, 1, CONTEXT), limits.floor(needs))
+    spec, rate = model.spec, limits.rates[kinds.weights]
     dense = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() == 2)
     for count in (256, 2048):
         pairs = spec.layers * spec.heads * spec.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
         yield step(f"prompt of {count:,}", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
 
 
+def random_forward(kernels: cpu.Kernels, kinds: Kinds, layers: int) -> tuple[Decoder, CpuForward, int]:
+    """SmolLM2-135M's shape with random weights, and the bytes of a token's KV, of which there is enough for `steps`."""
+    spec = llama(**SHAPES["smollm2"] | {"layers": layers})
+    model = random_model(spec, kinds.weights.name.lower(), kinds.others.dtype, torch.device("cpu"))
+    device_kv = random_kv(spec, str(kinds.kv.dtype).removeprefix("torch."), blocks=32 * 19 + 128)
+    return model, CpuForward(model, device_kv.planes, kernels, spec.max_position), token_bytes(device_kv.specs)
+
+
 def model_steps(
-    kernels: cpu.Kernels, kind: cpu.Kind, kv: cpu.Kind, layers: int, bandwidth: float, seconds: float
+    kernels: cpu.Kernels, kinds: Kinds, layers: int, bandwidth: float, seconds: float
 ) -> Iterator[StepTime]:
     """Steps of SmolLM2-135M's shape with random weights of one kind, the head's as a worker has it."""
-    dtype = torch.float32 if kind is cpu.Kind.F32 else torch.bfloat16
-    spec = llama(**SHAPES["smollm2"] | {"layers": layers})
-    model = random_model(spec, kind.name.lower(), dtype, torch.device("cpu"))
-    device_kv = random_kv(spec, str(kv.dtype).removeprefix("torch."), blocks=32 * 19 + 128)
-    forward = CpuForward(model, device_kv.planes, kernels, spec.max_position)
-    rate = multiply_rate(kernels, kind, seconds)
-    yield from steps(model, forward, token_bytes(device_kv.specs), bandwidth, rate, seconds)
+    model, forward, kv_bytes = random_forward(kernels, kinds, layers)
+    multiplied = {kinds.weights, kinds.others, product_kind(kinds.kv)}
+    rates = {kind: multiply_rate(kernels, kind, seconds) for kind in sorted(multiplied)}
+    yield from steps(model, forward, kinds, kv_bytes, MachineLimits(bandwidth, rates), seconds)
 
 
 SAMPLED: Mapping[str, dict[str, Any]] = {

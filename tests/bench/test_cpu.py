@@ -7,8 +7,11 @@ from pathlib import Path
 import orjson
 import pytest
 
+from bench.cpu_floor import MachineLimits, StepNeeds, decode_needs
+from bench.cpu_kernels import Kinds, random_forward
 from deploy.cli import main
 from serving.kernels import cpu
+from serving.kernels.cpu import Kind
 
 needs_kernels = pytest.mark.skipif(cpu.shared_library() is None, reason="there is no compiler")
 SHORT = ("--threads", "1", "--layers", "1", "--seconds", "0.01")
@@ -24,6 +27,35 @@ def test_it_measures_the_machine_and_each_kind_of_step(tmp_path: Path, capsys: p
     assert [len(found["steps"]), len(found["steps"]["int8"])] == [1, 5]
     assert all(0 < step["least"] <= step["median"] and step["floor"] > 0 for step in found["steps"]["int8"])
     assert all(0 < seconds < 10 for times in found["sampling"]["seconds"].values() for seconds in times)
+
+
+def test_a_floor_is_what_takes_longer_of_reading_and_of_all_products() -> None:
+    limits = MachineLimits(bandwidth=10e9, rates={Kind.INT8: 1000e9, Kind.BF16: 500e9})
+    read = StepNeeds(100_000_000, {Kind.INT8: 2e9, Kind.BF16: 3e9})  # 10 ms; 2 and 6
+    assert limits.floor(read) == pytest.approx(10e-3)
+    multiplied = StepNeeds(50_000_000, {Kind.INT8: 2e9, Kind.BF16: 3e9})
+    assert limits.floor(multiplied) == pytest.approx(2e-3 + 6e-3)  # kinds take turns, each at its own rate
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv", [Kind.INT8, Kind.BF16, Kind.F32])
+def test_a_decode_step_reads_and_multiplies_what_it_has(kv: Kind) -> None:
+    """INT8 layers, a bfloat16 head, or half its bytes and twice its rows where it is screened, and attention."""
+    kernels = cpu.load(threads=1)
+    assert kernels is not None
+    model, forward, kv_bytes = random_forward(kernels, Kinds(Kind.INT8, kv), layers=1)
+    kernels.close()
+    layer, head, context = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536, 49152 * 576, 10
+    for count in (1, 8, 9, 32):
+        screened = count <= 8
+        expected = dict.fromkeys(Kind, 0.0)
+        expected[Kind.INT8] = 2.0 * count * (layer + (2 * head if screened else 0))
+        expected[Kind.BF16] = 0.0 if screened else 2.0 * count * head
+        expected[Kind.F32 if kv is Kind.F32 else Kind.BF16] += 4.0 * count * 9 * 64 * context
+        needs = decode_needs(model, forward, kv, kv_bytes, count, context)
+        assert {**dict.fromkeys(Kind, 0.0), **needs.operations} == expected, count
+        weights = layer + (1 if screened else 2) * head
+        assert needs.read == pytest.approx(weights + count * context * kv_bytes, rel=2e-3), count
 
 
 @needs_kernels
