@@ -63,11 +63,8 @@ def prompts(kind: str) -> list[str]:
     if kind == "chat":
         return list(QUESTIONS)
     if kind == "code":
-        return [
-            f"{piece}\n\nWrite this code once more, with a comment above each line."
-            for piece in passages(code(), count)
-        ]
-    return [f"{piece}\n\nSummarise the text above in three sentences." for piece in passages(text(), count)]
+        return [f"{piece}\n\n{COPY}" for piece in passages(code(), count)]
+    return [f"{piece}\n\n{SUMMARISE}" for piece in passages(text(), count)]
 
 
 def length(number: int, mean: int) -> int:

@@ -197,17 +197,20 @@ class DecodeScheduler:
         for seq in ready:
             if spare < 1:
                 break
+            if seq.request.sampling.penalised or (turns is not None and not turns.has(seq)):
+                continue
             drafts = self._drafts.get(seq)
             if drafts is None:
                 drafts = self._drafts[seq] = speculation.begin(seq, batch)
             if turns is None and speculation.rests(drafts, seq.tokens, batch):
                 continue
-            if seq.request.sampling.penalised or (turns is not None and not turns.has(seq)):
-                continue
             room = min(spare, self._room(seq))
             draft = speculation.draft(drafts, seq.tokens, room, batch, turns)
             if draft and seq.grammar is not None and draft[0] != PROMISED:
-                draft = draft[: seq.grammar.possible(seq.output, draft)]  # the rest would be computed in vain
+                possible = seq.grammar.possible(seq.output, draft)
+                if not possible:
+                    speculation.refused(drafts, len(draft))
+                draft = draft[:possible]  # the rest would be computed in vain
             if draft:
                 found[seq] = tuple(draft)
                 spare -= len(draft)

@@ -38,9 +38,10 @@ class PromptLookup:
     last: dict[tuple[int, ...], int] = field(default_factory=dict)  # run of tokens → position after it
     seen: int = 0  # tokens taken in
     share: AcceptedShare = field(init=False)
-    rest: int = 0  # steps to go before the next guess
+    rest: int = 0  # steps to go before it looks at its guess again, or makes one
     guess: list[int] = field(default_factory=list)  # what it would have drafted
     guessed_at: int = 0  # after so many tokens
+    owed: float = 0.0  # seconds that its present draft, a trial, is thought to cost
 
     def __post_init__(self, prior: float) -> None:
         self.share = AcceptedShare(DECAY, prior)
@@ -75,6 +76,20 @@ class PromptLookup:
                     self.last[tuple(tokens[end - size : end])] = end
         self.seen = len(tokens)
 
+    def look(self, tokens: Sequence[int], count: int, pause: int) -> tuple[int, int]:
+        """Judge the guess where its tokens have come, and rest for `pause` steps; else guess up to `count` tokens.
+
+        How many tokens were guessed and how many came so; (0, 0) while that is not known.
+        """
+        judged = self.judge(tokens)
+        if judged[0] and pause:
+            self.rest = pause
+            return judged
+        if not self.guess:
+            self.guess, self.guessed_at = self.draft(tokens, count), len(tokens)
+        self.rest = max(1, self.guessed_at + len(self.guess) - len(tokens)) if self.guess else max(1, min(count, pause))
+        return judged
+
     def judge(self, tokens: Sequence[int]) -> tuple[int, int]:
         """How many tokens it had guessed and how many came so; (0, 0) while that is not known."""
         guess = self.guess
@@ -88,15 +103,10 @@ class PromptLookup:
         self.share.observe(len(guess), right)
         return len(guess), right
 
-    def guess_anew(self, tokens: Sequence[int], count: int, pause: int) -> None:
-        """Unless a guess is open: note what it would draft now. After that it rests for `pause` steps at least."""
-        if not self.guess:
-            self.guess, self.guessed_at = self.draft(tokens, count), len(tokens)
-        self.rest = max(pause, len(self.guess) - 1)
-
     def verified(self, drafted: int, accepted: int) -> None:
-        """So many of the drafted tokens were accepted."""
+        """So many of the drafted tokens were accepted. What it had guessed for the same place counts no more."""
         self.share.observe(drafted, accepted)
+        self.guess, self.owed = [], 0.0
 
 
 def agreeing(guess: Sequence[int], came: Sequence[int]) -> int:
@@ -229,9 +239,7 @@ class Speculation:
         self.accepted = 0
         self.accepted_at = [0] * limit  # of the drafts so many had their first token accepted, their second, …
         self.allowance = 0.0  # seconds that trials may take, below 0 after one
-        self._tried = 0  # tokens that a step tries although that does not pay
-        self._right = 0  # tokens accepted in it
-        self._batch = 1  # sequences in it
+        self._seconds = 0.0  # of the last step
         self._price: StepPrice | None = None  # the last one asked for
 
     def begin(self, seq: SequenceState, batch: int) -> Drafts:
@@ -284,8 +292,8 @@ class Speculation:
             return []
         if isinstance(drafts, PromptLookup):
             draft = drafts.draft(tokens, most)
-            self._tried += len(draft)
-            self._batch = batch
+            drafts.owed = len(draft) * price.each if price.step is not None else self._seconds / 2
+            self.allowance -= drafts.owed if draft else 0.0  # before others of the step ask
             return draft
         drafts.rest -= 1
         if drafts.rest > 0:
@@ -306,10 +314,9 @@ class Speculation:
             return False
         drafts.rest -= 1
         if drafts.rest <= 0:
-            guessed, right = drafts.judge(tokens)
+            guessed, right = drafts.look(tokens, self.limit, 0 if near else RARE)
             if guessed:
                 self.seen.observe(guessed, right)
-            drafts.guess_anew(tokens, self.limit, 1 if near else RARE)
         return True
 
     def trial_steps(self, drafts: Drafts, batch: int) -> int:
@@ -334,29 +341,29 @@ class Speculation:
         saved = expected * step / batch - count * (self.cost.slope + self.proposing.draft)
         return saved * drafts.left / (1.0 + expected) > self.proposing.backlog * drafts.behind
 
+    def refused(self, drafts: Drafts, drafted: int) -> None:
+        """A grammar leaves nothing of the draft: no step computes it, and it was wrong."""
+        if isinstance(drafts, PromptLookup):
+            self.allowance += drafts.owed
+        drafts.verified(drafted, 0)
+        self.seen.observe(drafted, 0)
+
     def verified(self, drafts: Drafts, drafted: int, accepted: int) -> None:
+        """Of the tokens drafted for a sequence so many were accepted. What was right in a trial has cost nothing."""
+        price = self._price
+        if isinstance(drafts, PromptLookup) and price is not None and price.step is not None:
+            self.allowance += min(drafts.owed, accepted * price.step / price.batch)
         drafts.verified(drafted, accepted)
         self.seen.observe(drafted, accepted)
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
-        self._right += accepted
         for position in range(accepted):
             self.accepted_at[position] += 1
 
     def measured(self, record: StepRecord) -> None:
-        seconds = record.verifying_seconds
-        self.allowance = min(self.allowance, 0.0) + TRIED * seconds - self._lost(seconds)
-        self._tried = self._right = 0
+        seconds = self._seconds = record.verifying_seconds
+        self.allowance = min(self.allowance, 0.0) + TRIED * seconds
         if not record.prompt_tokens:  # those cost less each: many rows are computed at once
             self.cost.observe(record.new_tokens, seconds)
         self.proposing.observe(record.proposing, seconds)
-
-    def _lost(self, seconds: float) -> float:
-        """What the step's trials took, without what was right in them; of one whose cost is not known, half."""
-        if not self._tried:
-            return 0.0
-        if not self.cost.known:
-            return seconds / 2
-        step = self.cost.seconds(self._batch) or 0.0
-        return max(0.0, self._tried * self.cost.slope - self._right * step / self._batch)

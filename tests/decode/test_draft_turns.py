@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from hypothesis import given
@@ -120,10 +121,11 @@ def test_without_objectives_drafts_are_what_they_were(count: int, accepted: floa
 
 
 def test_a_tight_objective_is_met_beside_a_large_batch() -> None:
-    """Drafts that are right four times in five: the tight one is in time, which it is not by one token a step."""
+    """Drafts that are right half of the time: the tight one is in time, which it is not by one token a step."""
 
     def tpot_with(goals: bool) -> float:
-        batch, now, draws = Batch(20.0, *[60.0] * 15, accepted=0.55), 0.0, 0
+        batch, now = Batch(20.0, *[60.0] * 15), 0.0
+        draws = {seq: random.Random(number) for number, seq in enumerate(batch.rows)}
         tight = batch.rows[0]
         if not goals:
             tight.objectives = Objectives()
@@ -132,10 +134,13 @@ def test_a_tight_objective_is_met_beside_a_large_batch() -> None:
             batch.scheduler.fill(plan, now)
             now += BASE + SLOPE * sum(work.count for work in plan.work)
             for work in plan.work:
-                draws += 1
-                accepted = min(len(work.draft), (4, 2, 3, 4, 0)[draws % 5])
-                for _ in range(1 + accepted):
-                    work.seq.tokens.append(work.seq.tokens[-1] % 4 + 1)
+                accepted, draw = 0, draws[work.seq]
+                for drafted in (*work.draft, None):  # the text mostly goes round
+                    goes_on = draw.random() < 0.72
+                    work.seq.tokens.append(work.seq.tokens[-1] % 4 + 1 if goes_on else draw.randint(1, 4))
+                    if work.seq.tokens[-1] != drafted:
+                        break
+                    accepted += 1
                 work.seq.computed = len(work.seq.tokens) - 1
                 if work.draft:
                     batch.scheduler.verified(work.seq, len(work.draft), accepted)

@@ -29,10 +29,10 @@ BLOCK = 2
 
 
 class OneByOne(DecodeScheduler):
-    """Plans each sequence for itself, as steps that draft are planned."""
+    """Plans each sequence for itself, as where blocks run out."""
 
-    def _fill_all(self, plan: StepPlan) -> bool:
-        return False
+    def _grown(self, plan: StepPlan) -> list[SequenceState] | None:
+        return None
 
 
 class AppendingAll(Engine):

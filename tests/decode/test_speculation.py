@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from decode.speculation import RARE, SIZES, TRIED, DraftCost, PromptLookup, Speculation
 from serving.engine.plan import StepRecord
 from serving.step_cost import StepLoad
+from tests.fakes.sequences import make_sequence
+from tests.prefill.scripted import make_kv
 
 tokens = st.lists(st.integers(0, 3), max_size=60)
 
@@ -167,6 +169,58 @@ def test_where_nothing_is_known_of_the_cost_it_is_tried() -> None:
     for text, _ in zip(texts(1.0), range(400), strict=False):
         measured(made, 1 + len(made.draft(lookup, text, 10, 1)))
     assert made.cost.known and made.cost.slope == pytest.approx(SLOPE)
+
+
+def test_one_trial_at_a_time_beside_sequences_whose_drafts_pay() -> None:
+    """What was right in those pays for no trial."""
+    made, text = known(), [1, 2, 3, 4] * 4
+    paying, others = PromptLookup(0.99), [PromptLookup(0.0) for _ in range(4)]
+    for lookup in others:
+        lookup.share.accepted, lookup.share.drafted = 40.0, 98.0
+    time = tried = 0.0
+    for _ in range(1000):
+        made.verified(paying, 4, 4)
+        drafts = [made.draft(lookup, text, 10, 1) for lookup in others]
+        assert sum(map(bool, drafts)) <= 1
+        for lookup, draft in zip(others, drafts, strict=True):
+            if draft:
+                made.verified(lookup, len(draft), 0)
+                lookup.share.accepted, lookup.share.drafted = 40.0, 98.0
+        time += measured(made, 1)
+        tried += SLOPE * sum(map(len, drafts))
+    assert 0.0 < tried <= TRIED * time + 4 * SLOPE + 1e-9
+
+
+def test_a_new_sequence_expects_what_guesses_for_others_have_shown() -> None:
+    made, lookup = known(), PromptLookup(0.0)
+    for text, _ in zip(texts(1.0), range(6), strict=False):
+        made.rests(lookup, text, 64)
+    fresh = made.begin(make_sequence(make_kv(8, 4), [1, 2, 3], max_tokens=9), 1)
+    assert made.drafts == 0 and fresh.accepted > 0.6
+
+
+def test_a_newcomer_whose_text_repeats_itself_drafts_after_one_guess() -> None:
+    made, lookup = known(), PromptLookup(0.2)
+    steps = next(step for step, text in zip(range(60), texts(1.0), strict=False) if made.draft(lookup, text, 10, 1))
+    assert steps <= made.limit + 1
+
+
+def test_guesses_that_are_far_from_right_are_made_seldom() -> None:
+    made, lookup, taken = known(), PromptLookup(0.0), 0
+    for text, _ in zip(texts(0.0), range(240), strict=False):
+        before = lookup.seen
+        made.draft(lookup, text, 10, 1)
+        taken += lookup.seen != before
+    assert taken <= 240 / made.limit + 1
+
+
+def test_what_a_grammar_leaves_nothing_of_was_wrong() -> None:
+    made, lookup = known(), PromptLookup(0.5)
+    made.allowance = 1e-3
+    draft = made.draft(lookup, [1, 2, 3, 4] * 4, 10, 1)
+    assert draft and made.allowance < 0.0
+    made.refused(lookup, len(draft))
+    assert lookup.accepted < 0.5 and made.allowance == pytest.approx(1e-3) and made.drafted == 0
 
 
 def test_steps_with_prompts_tell_nothing_of_a_drafted_token() -> None:
