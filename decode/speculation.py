@@ -292,8 +292,9 @@ class Speculation:
             return []
         if isinstance(drafts, PromptLookup):
             draft = drafts.draft(tokens, most)
-            drafts.owed = len(draft) * price.each if price.step is not None else self._seconds / 2
-            self.allowance -= drafts.owed if draft else 0.0  # before others of the step ask
+            if draft:
+                drafts.owed = len(draft) * price.each if price.step is not None else self._seconds / 2
+                self.allowance -= drafts.owed  # before others of the step ask
             return draft
         drafts.rest -= 1
         if drafts.rest > 0:
