@@ -6,10 +6,12 @@ what clients send needs none of the secrets in our environment.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import serving
@@ -42,3 +44,14 @@ def helper_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """For a process that reads what clients send: of our environment what is NEEDED, the locale, and `import_path`."""
     known = {name: value for name, value in environ.items() if name in NEEDED or name.startswith("LC_")}
     return known | {"PYTHONPATH": import_path(environ)}
+
+
+def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """Send a signal to a child that runs.
+
+    asyncio's own methods ask first whether it has ended, and take its exit status from the event loop if it just has:
+    that tells 255 then.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)

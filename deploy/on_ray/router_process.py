@@ -14,7 +14,7 @@ from typing import Any
 from deploy.on_ray.library import the_ray_library
 from deploy.placement.given import placed_settings
 from deploy.placement.reader import read_placement
-from serving.child_process import import_path, module_command
+from serving.child_process import import_path, module_command, signal_child
 from serving.errors import Unavailable
 
 TIED = "deploy.on_ray.tied"
@@ -69,7 +69,7 @@ class RouterProcess:
     async def stop(self) -> None:
         """It drains within its own --shutdown-timeout."""
         if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
+            signal_child(self._process, signal.SIGTERM)
             await self._process.wait()
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from serving.child_process import import_path, module_command
+from serving.child_process import import_path, module_command, signal_child
 from serving.options import ENV_PREFIX
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Supervisor:
         process = self.processes.pop(name, None)
         if process is not None and process.returncode is None:
             log.warning("%s did not leave in %.0f s and is killed", name, seconds)
-            process.kill()
+            signal_child(process, signal.SIGKILL)
             await process.wait()
         await asyncio.wait([task])
         self._tasks.pop(name)
@@ -119,14 +119,14 @@ class Supervisor:
         for name, process in list(self.processes.items()):
             if process.returncode is None:
                 log.warning("%s did not leave in %.0f s and is killed", name, seconds)
-                process.kill()
+                signal_child(process, signal.SIGKILL)
                 await process.wait()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 def _ask_to_leave(process: asyncio.subprocess.Process) -> None:
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGCONT)  # one that is stopped would hear it only when it goes on
+    signal_child(process, signal.SIGTERM)
+    signal_child(process, signal.SIGCONT)  # one that is stopped would hear it only when it goes on
 
 
 def _ending(code: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -90,6 +91,23 @@ async def test_children_start_in_sessions_of_their_own_and_leave_when_asked(chil
     assert not runs(one[0]) and not runs(two[0])
     codes = [process.returncode for process in children.supervisor.processes.values()]
     assert codes == [-signal.SIGTERM] * 2
+
+
+async def test_signals_leave_exit_statuses_to_the_event_loop(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: a child that died between SIGTERM and SIGCONT had ended with 255."""
+    children.start(one="stays", two="stubborn")
+    await until(lambda: children.lives("one") and children.lives("two"))
+
+    def poll(process: subprocess.Popen[bytes]) -> None:
+        raise AssertionError("whoever asks takes the exit status")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "poll", poll)
+        await children.supervisor.stop(0.5)
+    codes = {name: process.returncode for name, process in children.supervisor.processes.items()}
+    assert codes == {"one": -signal.SIGTERM, "two": -signal.SIGKILL}
 
 
 async def test_a_child_that_dies_is_started_again(children: Children) -> None:
