@@ -130,11 +130,6 @@ class DraftCost(FadingLine):
         """False until steps of different sizes have told what a token adds."""
         return self.weight >= 3 and self.spread > 1e-9 * self.xx * self.weight
 
-    def token_share(self, tokens: int) -> float:
-        """The share of the time of a step of so many tokens that grows with their number: 0 to 1; 1 while unknown."""
-        whole = self.seconds(tokens)
-        return 1.0 if whole is None else self.slope * tokens / whole if whole > 0 else 1.0
-
     def seconds(self, tokens: int) -> float | None:
         """A step of so many tokens; None while unknown."""
         if not self.known:

@@ -97,7 +97,7 @@ def test_nobody_who_is_in_time_is_made_late_for_one_who_is_not(
     assert made is not None
     count = len(tpots)
     turns = DraftTurns.of(batch.rows, made.cost, LIMIT, now)
-    share = made.cost.token_share(count)
+    share = made.needed(count)
     drafts = batch.drafts(now)
     if turns is None:
         return

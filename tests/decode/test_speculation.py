@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode.speculation import RARE, SIZES, TRIED, DraftCost, PromptLookup, Speculation
+from decode.speculation import RARE, SIZES, TRIED, PromptLookup, Speculation
 from serving.engine.plan import StepRecord
 from serving.step_cost import StepLoad
 from tests.fakes.sequences import make_sequence
@@ -46,17 +46,17 @@ def test_taking_tokens_in_bit_by_bit_changes_nothing(found: list[int], steps: li
 
 @given(st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-2), st.integers(1, 64))
 def test_the_cost_of_a_token_is_found_from_steps(base: float, slope: float, batch: int) -> None:
-    cost = DraftCost()
+    made = Speculation(4)
     for size in (1, 2, 4, 8, 16, 32) * 3:
-        cost.observe(size, base + slope * size)
-    assert cost.token_share(batch) == pytest.approx(slope * batch / (base + slope * batch), rel=1e-3, abs=1e-4)
+        made.cost.observe(size, base + slope * size)
+    assert made.needed(batch) == pytest.approx(slope * batch / (base + slope * batch), rel=1e-3, abs=1e-4)
 
 
 def test_nothing_is_known_from_steps_of_one_size() -> None:
-    cost = DraftCost()
+    made = Speculation(4)
     for _ in range(20):
-        cost.observe(8, 0.01)
-    assert cost.token_share(8) == 1.0
+        made.cost.observe(8, 0.01)
+    assert made.needed(8) == 1.0 and not made.cost.known
 
 
 def cheap(limit: int = 4) -> Speculation:
