@@ -130,17 +130,21 @@ def looks(spans: Sequence[LoadSpan]) -> list[tuple[str, float, float]]:
 
 
 def errors_table(explained: Sequence[Explained], spans: Sequence[LoadSpan]) -> str:
-    """Median absolute errors, and the bias, by span, kind and measure."""
+    """Median absolute errors, and the bias, by span, kind and measure; beside them what one number could have had."""
     rows = []
     for name, first, last in looks(spans):
         within = [one for one in explained if first <= one.at < last]
         for kind in ("all", *(kind.name for kind in KINDS)):
             own = [one for one in within if kind in ("all", one.kind)]
             if own:
-                rows.append([name, kind, str(len(own)), *(_cell(own, measure) for measure in MEASURES[:2])])
-    return table(
-        ["when", "requests", "number", *(f"{m.upper()}: median error, 90 %, bias" for m in MEASURES[:2])], rows
-    )
+                figures = [told for measure in MEASURES[:2] for told in (_cell(own, measure), _constant(own, measure))]
+                rows.append([name, kind, str(len(own)), *figures])
+    heads = [
+        told
+        for measure in MEASURES[:2]
+        for told in (f"{measure.upper()}: median error, 90 %, bias", "of the best constant in hindsight")
+    ]
+    return table(["when", "requests", "number", *heads], rows)
 
 
 def _cell(explained: Sequence[Explained], measure: str) -> str:
@@ -150,6 +154,14 @@ def _cell(explained: Sequence[Explained], measure: str) -> str:
     ratios = [one.predicted[measure] / one.actual[measure] for one in explained if one.actual.get(measure)]
     most, bias = errors[int(0.9 * len(errors))], statistics.median(ratios) - 1
     return f"{statistics.median(errors):.1%}, {most:.0%}, {bias:+.1%}"
+
+
+def _constant(explained: Sequence[Explained], measure: str) -> str:
+    """The median error of the one number that has the least: what is left when all that is known is what was usual."""
+    seen = [one.actual[measure] for one in explained if one.error(measure) is not None]
+    if not seen:
+        return "—"
+    return f"{min(statistics.median(abs(guess / actual - 1.0) for actual in seen) for guess in seen):.1%}"
 
 
 def drawing(explained: Sequence[Explained], spans: Sequence[LoadSpan], heading: str) -> str:

@@ -80,8 +80,8 @@ def test_errors_are_told_by_span_and_kind() -> None:
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in errors_table(explained, spans).splitlines()[2:]
     ]
-    assert rows[0] == ["steady, first half", "all", "10", "10.0%, 10%, +10.0%", "20.0%, 20%, -20.0%"]
-    assert rows[-1] == ["changed, second half", "long", "1", "50.0%, 50%, -50.0%", "—"]
+    assert rows[0] == ["steady, first half", "all", "10", "10.0%, 10%, +10.0%", "0.0%", "20.0%, 20%, -20.0%", "0.0%"]
+    assert rows[-1] == ["changed, second half", "long", "1", "50.0%, 50%, -50.0%", "0.0%", "—", "—"]
     assert [row[2] for row in rows if row[0].startswith("5 s") and row[1] == "chat"] == ["5"]
     drawing = ElementTree.fromstring(prediction.drawing(explained, spans, "a & b"))
     assert len(drawing.findall("{http://www.w3.org/2000/svg}g")) == 4
