@@ -31,8 +31,7 @@ void attend_tile(const KvPlanes& kv, const AttentionShape& shape, const Item& it
     const long words = words_of(kind, kv.head_dim), dim = padded_dim(kv);
     multiply(kind, h.rows, s.q + h.at * words, words, s.chunk.k, words * PANEL, words, round_up(keys, PANEL) / PANEL,
              s.scores, CHUNK);
-    Weights weights[TILE_ROWS];
-    weigh_rows(kv, shape, item, h, key0, keys, s, weights);
+    const Weights weights = weigh_rows(kv, shape, item, h, key0, keys, s);
     if (in_place)
         multiply_values(h.rows, s.p, s.chunk, words_of(kind, keys), dim / PANEL, ahead, s.part, dim);
     else
@@ -113,11 +112,15 @@ void attend_item(const KVRange& range, const AttentionShape& shape, const Item& 
 // Joins the parts [chunks][stride] of one query head of a token at `position`, and writes out [head_dim].
 void join_parts(const KvPlanes& kv, const float* parts, long stride, long chunks, float* acc, float* out) {
     const long dim = padded_dim(kv);
-    float top = -__builtin_inff(), total = 0.0f;
+    Weights running = {splat(-__builtin_inff()), vf{}};
     for (long d = 0; d < dim; ++d) acc[d] = 0.0f;
-    for (long c = 0; c < chunks; ++c)
-        join({parts[c * stride + dim], parts[c * stride + dim + 1]}, parts + c * stride, dim, &top, &total, acc);
-    write_out(acc, total, kv.head_dim, out);
+    for (long c = 0; c < chunks; ++c) {
+        const float* part = parts + c * stride;
+        if (!(part[dim] > -__builtin_inff())) continue;  // nothing visible
+        const Factors factors = join({splat(part[dim]), splat(part[dim + 1])}, running);
+        join_values(part, factors.keep[0], factors.add[0], dim, acc);
+    }
+    write_out(acc, running.total[0], kv.head_dim, out);
 }
 
 }  // namespace

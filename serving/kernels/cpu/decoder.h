@@ -13,21 +13,6 @@ namespace {
 
 constexpr long REDUNDANT_ROWS = 4;  // up to here each thread prepares all rows itself rather than wait for another
 
-// 0 when any layer sees everything. Layers share the KV shape, so one plan of items serves them all.
-INLINE long widest_window(const Model& model) {
-    long widest = model.layer[0].window;
-    for (long i = 0; i < model.layers; ++i)
-        widest = model.layer[i].window == 0 || widest == 0 ? 0 : most(widest, model.layer[i].window);
-    return widest;
-}
-
-// The first layer that has experts, or null.
-INLINE const Layer* sparse_layer(const Model& model) {
-    for (long i = 0; i < model.layers; ++i)
-        if (model.layer[i].experts.count) return &model.layer[i];
-    return nullptr;
-}
-
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
     return {to.words, to.scale, words_of(next.kind, next.inputs)};
 }
@@ -60,11 +45,13 @@ struct Step {
         const long tokens = batch.tokens_count;
         const Layer* const sparse = sparse_layer(model);
         const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads && !sparse;
-        blocks = rows_mode ? round_up((tokens + ITEM_TOKENS - 1) / ITEM_TOKENS, threads) : 0;
+        const long most_rows = block_tokens(tokens, threads);
+        blocks = rows_mode ? round_up((tokens + most_rows - 1) / most_rows, threads) : 0;
         block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
         x = arena.take<float>(tokens * model.hidden);
         q = arena.take<int32_t>(tokens * sizes.q_words);
-        shared = take_rows(arena, sizes, most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count));
+        const long shared_rows = most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count);
+        shared = take_rows(arena, sizes, shared_rows, shared_rows);
         counters = arena.take<int>(model.layers + 1);
         const long expert_items = sparse ? model.layers * expert_chunks(tokens) * 2 : 0;
         expert_counters = arena.take<int>(expert_items);
@@ -77,8 +64,10 @@ struct Step {
         plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, window, 0.0f}, threads);
         for (int t = 0; t < threads; ++t) {
             ThreadScratch s;
-            take_attention(arena, ITEM_TOKENS, sizes.group, sizes.head_words, sizes.padded_head, s.attention);
-            s.rows = take_rows(arena, sizes, rows_mode ? block_rows : REDUNDANT_ROWS);
+            take_attention(arena, most(ITEM_TOKENS, block_rows), sizes.group, sizes.head_words, sizes.padded_head,
+                           s.attention);
+            s.rows = take_rows(arena, sizes, rows_mode ? least(block_rows, PART_TOKENS) : REDUNDANT_ROWS,
+                               most(block_rows, REDUNDANT_ROWS));
             s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
             s.best = arena.take<Best>(batch.logits_count);
             s.runs = arena.take<Run>(fetches_kv() ? largest_share(batch.sequences, threads) * batch.table_width : 0);
@@ -145,16 +134,17 @@ struct Step {
 
     // ---- cut by rows ------------------------------------------------------------------------------------------------
 
+    // Row `row0` is the first of s.rows.attn.
     void attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
         const KVRange all = {layer.kv, 0, 1, nullptr, s.rows.attn};
-        each_segment(batch, row0, row1, [&](const Segment& segment) {
+        each_segment(batch, row0, row1, most(ITEM_TOKENS, block_rows), [&](const Segment& segment) {
             const long heads = item_heads(layer.kv, segment.tokens);
             for (long head = 0; head < layer.kv.kv_heads; head += heads)
                 attend_item(all, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention, row0);
         });
     }
 
-    void block_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+    void part_to_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
         const Rows a = rows_for(layer.qkv, s.rows);
         normed(layer.attention_norm, layer.qkv, row0, row1, a, row0, s.normed);
         linear_block(layer.qkv, a, 0, row1 - row0, 0, panels_of(layer.qkv),
@@ -162,11 +152,11 @@ struct Step {
         rotate_rows(layer, row0, row1, s.rows.qkv, row0);
     }
 
-    void block_from_attention(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+    // `attn` is what attention returned for these rows.
+    void part_from_attention(const Layer& layer, const float* attn, long row0, long row1, ThreadScratch& s) const {
         const long rows = row1 - row0;
-        attend_block(layer, row0, row1, s);
         const Rows attended = rows_for(layer.o, s.rows);
-        encoded(s.rows.attn, model.heads * layer.kv.head_dim, layer.o, 0, rows, attended, s.normed);
+        encoded(attn, sizes.q_width, layer.o, 0, rows, attended, s.normed);
         linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
         const Rows a = rows_for(layer.gate_up, s.rows);
         normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
@@ -176,11 +166,30 @@ struct Step {
         linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
     }
 
-    // True if the last layer's output of these rows is read; their KV is written by then.
-    bool wanted(long row0, long row1) const {
-        for (long i = 0; i < batch.logits_count; ++i)
-            if (batch.logits_rows[i] >= row0 && batch.logits_rows[i] < row1) return true;
-        return false;
+    // A block's rows from attention of the layer before to that of layer `index`, which may be past the last.
+    void compute_block(long index, long row0, long row1, ThreadScratch& s) const {
+        if (index == 0)
+            embed(row0, row1);
+        else
+            attend_block(model.layer[index - 1], row0, row1, s);
+        const long parts = (row1 - row0 + PART_TOKENS - 1) / PART_TOKENS;
+        for (long i = 0; i < parts; ++i) {
+            const long first = row0 + (row1 - row0) * i / parts, last = row0 + (row1 - row0) * (i + 1) / parts;
+            const float* const attn = s.rows.attn + (first - row0) * sizes.q_width;
+            if (index > 0) part_from_attention(model.layer[index - 1], attn, first, last, s);
+            if (index < model.layers) part_to_attention(model.layer[index], first, last, s);
+        }
+    }
+
+    // From the first to the last of rows [row0, row1) whose output of the last layer is read; KV of all of them is
+    // written by then. None where first >= last.
+    Span wanted(long row0, long row1) const {
+        Span rows = {row1, row0};
+        for (long i = 0; i < batch.logits_count; ++i) {
+            const long row = batch.logits_rows[i];
+            if (row >= row0 && row < row1) rows = {least(rows.first, row), most(rows.last, row + 1)};
+        }
+        return rows;
     }
 
     // False where the step left at the barrier, as layer_by_panels.
@@ -191,12 +200,8 @@ struct Step {
             for (long taken = next(counters + index); taken < blocks; taken = next(counters + index)) {
                 const long row0 = (blocks - 1 - taken) * block_rows;
                 const long row1 = least(row0 + block_rows, batch.tokens_count);
-                if (row0 >= row1 || (index == model.layers && !wanted(row0, row1))) continue;
-                if (index == 0)
-                    embed(row0, row1);
-                else
-                    block_from_attention(model.layer[index - 1], row0, row1, s);
-                if (index < model.layers) block_to_attention(model.layer[index], row0, row1, s);
+                const Span rows = index == model.layers ? wanted(row0, row1) : Span{row0, row1};
+                if (rows.first < rows.last) compute_block(index, rows.first, rows.last, s);
             }
             team_barrier(team);
             if (index == model.layers) break;

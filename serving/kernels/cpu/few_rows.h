@@ -199,7 +199,7 @@ void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& ite
     Weights weights[SCORE_ROWS];
     for (long h = 0; h < heads; ++h) {
         if (NARROW) take_scales(kv, places, h, s.chunk);
-        weigh_rows(kv, shape, item, head(h), chunk * CHUNK, keys, s, weights + h * rows);
+        weights[h] = weigh_rows(kv, shape, item, head(h), chunk * CHUNK, keys, s);
     }
     __builtin_memset(s.part, 0, heads * rows * dim * sizeof(float));
     for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
@@ -212,7 +212,7 @@ void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& ite
                                  count, rows, dim, share, s.part + h * rows * dim);
         }
     }
-    for (long h = 0; h < heads; ++h) take_parts(head(h), weights + h * rows, dim, s, parts);
+    for (long h = 0; h < heads; ++h) take_parts(head(h), weights[h], dim, s, parts);
 }
 
 }  // namespace

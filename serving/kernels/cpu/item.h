@@ -1,12 +1,12 @@
 // What one piece of attention's work is and what it is computed with: items of a ragged batch, the scratch of a thread,
-// and the softmax of a row over one chunk of keys. It knows neither batches nor threads.
+// and the weights of a tile's rows over one chunk of keys. It knows neither batches nor threads.
 #pragma once
 
-#include "chunk.h"
+#include "softmax.h"
 
 namespace {
 
-constexpr long ITEM_TOKENS = 64;  // tokens an item has at most
+constexpr long ITEM_TOKENS = 64;  // tokens an item has at most, but in blocks of rows
 constexpr long SCORE_ROWS = 64;   // rows whose scores a thread holds at once, of one head or of several
 constexpr long STATE_EXTRA = 32;  // floats after the padded head_dim in a range's state; two are used
 
@@ -29,65 +29,16 @@ INLINE long first_visible(const AttentionShape& shape, long position) {
 // Scratch of one thread. `acc`, `top` and `total` are the running result of the item's rows.
 struct AttentionScratch {
     PackedChunk chunk;
-    int32_t* q;      // [ITEM_TOKENS * group][words]
+    int32_t* q;      // [tokens of an item * group][words]
     float* scores;   // [SCORE_ROWS][CHUNK]
     int32_t* p;      // [SCORE_ROWS][CHUNK]
     float* part;     // [SCORE_ROWS][padded dim]
-    float* acc;      // [ITEM_TOKENS * group][padded dim]
-    float* top;      // [ITEM_TOKENS * group], running maximum in log2 units
-    float* total;    // [ITEM_TOKENS * group], running sum of weights
+    float* acc;      // [tokens of an item * group][padded dim]
+    float* top;      // [tokens of an item * group], running maximum in log2 units
+    float* total;    // [tokens of an item * group], running sum of weights
 };
 
 INLINE long group_of(const KvPlanes& kv, const AttentionShape& shape) { return shape.heads / kv.kv_heads; }
-
-// ---- softmax of one row over one chunk -----------------------------------------------------------------------------
-
-struct Weights {
-    float top, total;  // maximum in log2 units, sum of 2^(score - top)
-};
-
-// Scores of one row over the first `padded` keys of a chunk, masked outside [low, high); returns their maximum. For
-// int8 KV the scale of each key goes into its score.
-INLINE float mask_scores(float* score, long low, long high, long padded, const float* k_scale) {
-    const float nothing = -__builtin_inff();
-    if (k_scale)
-        for (long j = 0; j < padded; j += LANES) store(score + j, load(score + j) * load(k_scale + j));
-    for (long j = 0; j < least(low, padded); ++j) score[j] = nothing;
-    for (long j = most(high, 0); j < padded; ++j) score[j] = nothing;
-    vf best = splat(nothing);
-    for (long j = 0; j < padded; j += LANES) best = maximum(best, load(score + j));
-    return max_lanes(best);
-}
-
-// Weights 2^(score * factor - top) of masked scores, exactly 0 for masked ones, encoded to p as `kind`; returns their
-// sum. For int8 KV the scale of each value goes into its weight. A constant `padded` unrolls it.
-INLINE float weigh(const float* score, float top, long padded, float factor, int kind, const float* v_scale,
-                   int32_t* p) {
-    const vf base = splat(top > -__builtin_inff() ? -top : 0.0f), scale = splat(factor);
-    vf total = {};
-#pragma GCC unroll 8
-    for (long j = 0; j < padded; j += LANES) {
-        vf weight = exp2_vector(fma(load(score + j), scale, base));
-        total = total + weight;
-        if (v_scale) weight = choose(weight > 0.0f, weight * load(v_scale + j), vf{});  // stale past the end
-        if (kind == KIND_BF16)
-            store_bf16(reinterpret_cast<uint16_t*>(p) + j, weight);
-        else
-            store(reinterpret_cast<float*>(p) + j, weight);
-    }
-    return sum_lanes(total);
-}
-
-// The online-softmax join of one chunk's result to a running one; of the two factors one is always 1.
-INLINE void join(Weights chunk, const float* part, long dim, float* top, float* total, float* acc) {
-    if (chunk.top == -__builtin_inff()) return;  // nothing visible
-    const bool greater = chunk.top > *top;
-    const float smaller = exp2_scalar(greater ? *top - chunk.top : chunk.top - *top);
-    const float keep = greater ? smaller : 1.0f, add = greater ? 1.0f : smaller;
-    for (long d = 0; d < dim; d += LANES) store(acc + d, fma(load(part + d), splat(add), load(acc + d) * keep));
-    *total = *total * keep + chunk.total * add;
-    *top = greater ? chunk.top : *top;
-}
 
 // ---- items ---------------------------------------------------------------------------------------------------------
 
@@ -127,43 +78,59 @@ struct HeadRows {
     long scored;      // where it lies in s.scores, s.p and s.part
 };
 
-// Weights of the rows from their scores over the first `keys` keys of the chunk at key0; `out` [rows].
-INLINE void weigh_rows(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const HeadRows& h, long key0,
-                       long keys, AttentionScratch& s, Weights* out) {
+// Weights of the rows from their scores over the first `keys` keys of the chunk at key0.
+INLINE Weights weigh_rows(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const HeadRows& h,
+                          long key0, long keys, AttentionScratch& s) {
     const int kind = product_kind(kv);
     const long group = group_of(kv, shape), padded = round_up(keys, LANES);
     const float factor = shape.scale * 1.44269504f;  // to log2 units
     const float* k_scale = kv.kind == KIND_INT8 ? s.chunk.k_scale : nullptr;
     const float* v_scale = kv.kind == KIND_INT8 ? s.chunk.v_scale : nullptr;
+    vf folded[LANES] = {};
     for (long r = 0; r < h.rows; ++r) {
         const long position = item.segment.position + (h.row0 + r) / group;
-        const long low = most(0, first_visible(shape, position) - key0), high = least(keys, position + 1 - key0);
-        out[r].top = factor * mask_scores(s.scores + (h.scored + r) * CHUNK, low, high, padded, k_scale);
+        const long low = first_visible(shape, position) - key0, high = least(keys, position + 1 - key0);
+        folded[r] = mask_scores(s.scores + (h.scored + r) * CHUNK, low, high, padded, k_scale);
     }
+    Weights weights;
+    weights.top = max_of_rows(folded, h.rows) * factor;
+    alignas(64) float base[LANES];
+    store(base, choose(weights.top > -__builtin_inff(), -weights.top, vf{}));
     for (long r = 0; r < h.rows; ++r) {
-        float* score = s.scores + (h.scored + r) * CHUNK;
+        const float* score = s.scores + (h.scored + r) * CHUNK;
         int32_t* p = s.p + (h.scored + r) * CHUNK;
         if (padded == CHUNK && kind == KIND_BF16 && !v_scale)
-            out[r].total = weigh(score, out[r].top, CHUNK, factor, KIND_BF16, nullptr, p);
+            folded[r] = weigh(score, base[r], CHUNK, factor, KIND_BF16, nullptr, p);
         else
-            out[r].total = weigh(score, out[r].top, padded, factor, kind, v_scale, p);
+            folded[r] = weigh(score, base[r], padded, factor, kind, v_scale, p);
     }
+    weights.total = sum_of_rows(folded, h.rows);
+    return weights;
 }
 
 // The rows' sums of values in s.part, joined to the running results or put where parts go.
-INLINE void take_parts(const HeadRows& h, const Weights* weights, long dim, AttentionScratch& s, const Parts& parts) {
-    for (long r = 0; r < h.rows; ++r) {
-        const float* part = s.part + (h.scored + r) * dim;
-        if (parts.out) {
+INLINE void take_parts(const HeadRows& h, const Weights& weights, long dim, AttentionScratch& s, const Parts& parts) {
+    alignas(64) float top[LANES], total[LANES], keep[LANES], add[LANES];
+    store(top, weights.top);
+    const float* part = s.part + h.scored * dim;
+    if (parts.out) {
+        store(total, weights.total);
+        for (long r = 0; r < h.rows; ++r) {
             float* out = parts.out + (h.row0 + r) * parts.stride;
-            __builtin_memcpy(out, part, dim * sizeof(float));
-            out[dim] = weights[r].top;
-            out[dim + 1] = weights[r].total;
-        } else {
-            const long at = h.at + r;
-            join(weights[r], part, dim, s.top + at, s.total + at, s.acc + at * dim);
+            __builtin_memcpy(out, part + r * dim, dim * sizeof(float));
+            out[dim] = top[r];
+            out[dim + 1] = total[r];
         }
+        return;
     }
+    Weights running = {load_first(s.top + h.at, h.rows), load_first(s.total + h.at, h.rows)};
+    const Factors factors = join(weights, running);
+    store_first(s.top + h.at, h.rows, running.top);
+    store_first(s.total + h.at, h.rows, running.total);
+    store(keep, factors.keep);
+    store(add, factors.add);
+    for (long r = 0; r < h.rows; ++r)
+        if (top[r] > -__builtin_inff()) join_values(part + r * dim, keep[r], add[r], dim, s.acc + (h.at + r) * dim);
 }
 
 // So many rows of a head multiply the values where they lie: one tile has them all, and whole panels of dimensions.

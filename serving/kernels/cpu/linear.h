@@ -177,17 +177,29 @@ struct Target {
     float* const* kept = nullptr;   // [rows], FINISH_LOGITS only: where a row goes that `out` does not have
 };
 
-// Scales one tile row of a panel to float32 in place. Padding columns hold zero weights and are never written out.
-INLINE void to_values(const Linear& w, long panel, float row_scale, int32_t* raw) {
-    float* value = reinterpret_cast<float*>(raw);
-    const long first = panel * PANEL;
-    if (w.kind == KIND_INT8)
-        for (int j = 0; j < PANEL; j += LANES) {
-            const vi exact = UNSIGNED_SHIFT ? load(raw + j) - load(w.sums + first + j) : load(raw + j);
-            store(value + j, to_float(exact) * (load(w.scale + first + j) * row_scale));
+// What takes accumulators of a panel's columns to float32.
+struct Columns {
+    vi shifted[NV];  // what UNSIGNED_SHIFT has added
+    vf scale[NV], bias[NV];
+
+    INLINE Columns(const Linear& w, long panel) {
+        for (int v = 0; v < NV; ++v) {
+            const long first = panel * PANEL + v * LANES;
+            const bool exact = w.kind == KIND_INT8;
+            shifted[v] = exact && UNSIGNED_SHIFT ? load(w.sums + first) : vi{};
+            scale[v] = exact ? load(w.scale + first) : vf{};
+            bias[v] = w.bias ? load(w.bias + first) : vf{};
         }
-    if (w.bias)
-        for (int j = 0; j < PANEL; j += LANES) store(value + j, load(value + j) + load(w.bias + first + j));
+    }
+};
+
+// One tile row of a panel as float32. Padding columns hold zero weights and are never written out.
+INLINE void to_values(const Columns& c, bool exact, bool biased, float row_scale, const int32_t* raw, vf* value) {
+    for (int v = 0; v < NV; ++v) {
+        const vi sum = load(raw + v * LANES);
+        value[v] = exact ? to_float(sum - c.shifted[v]) * (c.scale[v] * row_scale) : bits(sum);
+        if (biased) value[v] = value[v] + c.bias[v];
+    }
 }
 
 // Panels come in ascending order and only a greater value wins: the lowest token id among equals.
@@ -196,29 +208,62 @@ INLINE void keep_best(const float* value, long first, long columns, Best& best) 
         if (value[j] > best.value) best = {value[j], first + j};
 }
 
-INLINE void deliver(const Linear& w, long panel, const float* value, const Target& target, long row) {
-    if (target.finish == FINISH_SWIGLU) {
-        float* out = target.out + row * target.ld + panel * (PANEL / 2);
-        for (int j = 0; j < PANEL / 2; j += LANES) store(out + j, silu(load(value + j)) * load(value + PANEL / 2 + j));
-        return;
-    }
+// One tile row of a panel of which not all columns are wanted, or not of it alone.
+INLINE void deliver_part(const Linear& w, long panel, const vf* values, const Target& target, long row) {
     const long columns = least(PANEL, w.outputs - panel * PANEL);
     float* out = target.out ? target.out + row * target.ld : nullptr;
+    float value[PANEL];
+    for (int v = 0; v < NV; ++v) store(value + v * LANES, values[v]);
     if (target.finish == FINISH_LOGITS) {
-        vf top = load(value);
-        for (int j = LANES; j < PANEL; j += LANES) top = maximum(top, load(value + j));
+        vf top = values[0];
+        for (int v = 1; v < NV; ++v) top = maximum(top, values[v]);
         if (max_lanes(top) > target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
         if (!out && target.kept) out = target.kept[row];
         if (!out) return;
     }
     out += panel * PANEL;
-    if (columns < PANEL) {
-        for (long j = 0; j < columns; ++j) out[j] = value[j] + (target.finish == FINISH_ADD ? out[j] : 0.0f);
-    } else if (target.finish == FINISH_ADD) {
-        for (int j = 0; j < PANEL; j += LANES) store(out + j, load(out + j) + load(value + j));
-    } else {
-        for (int j = 0; j < PANEL; j += LANES) store(out + j, load(value + j));
+    for (long j = 0; j < columns; ++j) out[j] = value[j] + (target.finish == FINISH_ADD ? out[j] : 0.0f);
+}
+
+// One tile row of a whole panel.
+template <Finish FINISH>
+INLINE void deliver(const vf* value, const Target& target, long panel, long row) {
+    float* out = target.out + row * target.ld + panel * (FINISH == FINISH_SWIGLU ? PANEL / 2 : PANEL);
+    if (FINISH == FINISH_SWIGLU)
+        for (int v = 0; v < NV / 2; ++v) store(out + v * LANES, silu(value[v]) * value[NV / 2 + v]);
+    else
+        for (int v = 0; v < NV; ++v)
+            store(out + v * LANES, FINISH == FINISH_ADD ? load(out + v * LANES) + value[v] : value[v]);
+}
+
+// Rows from `first` on of a panel's outputs from a tile's accumulators [rows][PANEL].
+template <Finish FINISH, bool EXACT>
+INLINE void finish_rows(const Linear& w, long panel, const float* scale, const int32_t* raw, long rows,
+                        const Target& target, long first) {
+    const Columns columns(w, panel);
+    const bool biased = w.bias;
+    for (long r = 0; r < rows; ++r) {
+        vf value[NV];
+        to_values(columns, EXACT, biased, EXACT ? scale[r] : 1.0f, raw + r * PANEL, value);
+        if (FINISH == FINISH_LOGITS)
+            deliver_part(w, panel, value, target, first + r);
+        else
+            deliver<FINISH>(value, target, panel, first + r);
     }
+}
+
+template <bool EXACT>
+INLINE void finish_tile(const Linear& w, long panel, const float* scale, const int32_t* raw, long rows,
+                        const Target& target, long first) {
+    const bool part = target.finish != FINISH_SWIGLU && (panel + 1) * PANEL > w.outputs;
+    if (part || target.finish == FINISH_LOGITS)
+        finish_rows<FINISH_LOGITS, EXACT>(w, panel, scale, raw, rows, target, first);
+    else if (target.finish == FINISH_SWIGLU)
+        finish_rows<FINISH_SWIGLU, EXACT>(w, panel, scale, raw, rows, target, first);
+    else if (target.finish == FINISH_ADD)
+        finish_rows<FINISH_ADD, EXACT>(w, panel, scale, raw, rows, target, first);
+    else
+        finish_rows<FINISH_STORE, EXACT>(w, panel, scale, raw, rows, target, first);
 }
 
 // A tile of rows that fetches so many lines for each word of inputs.
@@ -245,10 +290,10 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
             else if (tiles > 1)
                 ahead = soon ? soon->take(words) : Soon::Part{nullptr, 0};
             tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead.from, raw, PANEL);
-            for (long r = 0; r < rows; ++r) {
-                to_values(w, panel, w.kind == KIND_INT8 ? a.scale[first + r] : 1.0f, raw + r * PANEL);
-                deliver(w, panel, reinterpret_cast<float*>(raw + r * PANEL), target, first + r);
-            }
+            if (w.kind == KIND_INT8)
+                finish_tile<true>(w, panel, a.scale + first, raw, rows, target, first);
+            else
+                finish_tile<false>(w, panel, nullptr, raw, rows, target, first);
         }
     }
 }

@@ -172,6 +172,16 @@ INLINE void store_bf16(uint16_t* p, vf v) {
 #endif
 }
 
+// One vector after the other.
+INLINE void store_bf16_pair(uint16_t* p, vf first, vf second) {
+#if defined(__AVX512BF16__)
+    _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    store_bf16(p, first);
+    store_bf16(p + LANES, second);
+#endif
+}
+
 // The low byte of each lane. GCC 12 takes __builtin_convertvector to and from int8 apart lane by lane.
 INLINE void store_int8(int8_t* p, vi v) {
 #if defined(__AVX512F__)
@@ -195,10 +205,8 @@ INLINE vf load_int8(const int8_t* p) {
 INLINE void widen_int8(const int8_t* from, long n, uint16_t* to) {
     long i = 0;
 #if defined(__AVX512BF16__)
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        const __m512 low = (__m512)load_int8(from + i), high = (__m512)load_int8(from + i + LANES);
-        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
+    for (; i + 2 * LANES <= n; i += 2 * LANES)
+        store_bf16_pair(to + i, load_int8(from + i), load_int8(from + i + LANES));
 #endif
     for (; i + LANES <= n; i += LANES) store_bf16(to + i, load_int8(from + i));
     for (; i < n; ++i) to[i] = to_bf16(from[i]);

@@ -8,6 +8,8 @@ namespace {
 
 constexpr long PARTS_LIMIT = 64L << 20;  // bytes of split-attention results
 constexpr long ROWS_MODE_TOKENS = 32;    // tokens a thread from which blocks of rows beat panels of weights
+constexpr long BLOCK_TOKENS = 128;       // tokens that attend together at most when there are many
+constexpr long PART_TOKENS = 64;         // tokens at most that go through an MLP together: the second cache holds them
 constexpr long FETCHED_BEFORE = 2L << 20;  // bytes of KV a thread fetches before attention, for caches to keep
 
 // Hands out aligned pieces of one allocation; with a null base it only measures.
@@ -40,7 +42,7 @@ struct RowBuffers {
     int32_t* words;  // encoded input of the next linear layer
     float* scale;
     float* qkv;   // [rows, (heads + 2 kv_heads) * head_dim]
-    float* attn;  // [rows, heads * head_dim]
+    float* attn;  // [rows or more, heads * head_dim]
     float* h;     // [rows, padded intermediate]
 };
 
@@ -74,6 +76,21 @@ INLINE Sizes sizes_of(const Model& m) {
     return s;
 }
 
+// 0 when any layer sees everything. Layers share the KV shape, so one plan of items serves them all.
+INLINE long widest_window(const Model& model) {
+    long widest = model.layer[0].window;
+    for (long i = 0; i < model.layers; ++i)
+        widest = model.layer[i].window == 0 || widest == 0 ? 0 : most(widest, model.layer[i].window);
+    return widest;
+}
+
+// The first layer that has experts, or null.
+INLINE const Layer* sparse_layer(const Model& model) {
+    for (long i = 0; i < model.layers; ++i)
+        if (model.layer[i].experts.count) return &model.layer[i];
+    return nullptr;
+}
+
 INLINE void take_attention(Arena& arena, long item_tokens, long group, long head_words, long padded_head,
                            AttentionScratch& a) {
     const long rows = item_tokens * group;
@@ -89,14 +106,21 @@ INLINE void take_attention(Arena& arena, long item_tokens, long group, long head
     a.total = arena.take<float>(rows);
 }
 
-INLINE RowBuffers take_rows(Arena& arena, const Sizes& s, long rows) {
+// Of `rows` rows; what attention returns may have more.
+INLINE RowBuffers take_rows(Arena& arena, const Sizes& s, long rows, long attended) {
     RowBuffers b;
     b.words = arena.take<int32_t>(rows * s.widest);
     b.scale = arena.take<float>(rows);
     b.qkv = arena.take<float>(rows * s.qkv_width);
-    b.attn = arena.take<float>(rows * s.q_width);
+    b.attn = arena.take<float>(attended * s.q_width);
     b.h = arena.take<float>(rows * s.h_width);
     return b;
+}
+
+// Rows that a block has at most when a step is cut by rows: many share the keys that are packed for them, as long as
+// every thread has two blocks and the first to be done takes what is left.
+INLINE long block_tokens(long tokens, int threads) {
+    return tokens >= 2 * BLOCK_TOKENS * threads ? BLOCK_TOKENS : ITEM_TOKENS;
 }
 
 INLINE Segment segment_of(const Batch& batch, long sequence, long row, long tokens) {
@@ -104,13 +128,13 @@ INLINE Segment segment_of(const Batch& batch, long sequence, long row, long toke
     return {row, tokens, batch.context_lens[sequence] - ahead, batch.block_tables + sequence * batch.table_width};
 }
 
-// Calls visit(segment) for each range of at most ITEM_TOKENS rows of one sequence within rows [row0, row1).
+// Calls visit(segment) for each range of at most `most_tokens` rows of one sequence within rows [row0, row1).
 template <class Visit>
-INLINE void each_segment(const Batch& batch, long row0, long row1, Visit visit) {
+INLINE void each_segment(const Batch& batch, long row0, long row1, long most_tokens, Visit visit) {
     for (long b = 0; b < batch.sequences; ++b) {
         const long end = least(batch.query_start[b + 1], row1);
-        for (long row = most(batch.query_start[b], row0); row < end; row += ITEM_TOKENS)
-            visit(segment_of(batch, b, row, least(ITEM_TOKENS, end - row)));
+        for (long row = most(batch.query_start[b], row0); row < end; row += most_tokens)
+            visit(segment_of(batch, b, row, least(most_tokens, end - row)));
     }
 }
 
@@ -131,7 +155,7 @@ INLINE ItemPlan plan_items(Arena& arena, const Batch& batch, const KvPlanes& kv,
     plan.items = arena.take<Item>((batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads);
     plan.stride = padded_dim(kv) + PANEL;
     long total = 0;
-    each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
+    each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
         const Item item = {segment, 0, 1};
         const long chunks = chunks_end(item) - first_chunk(shape, item);
         plan.chunks = most(plan.chunks, chunks);
@@ -141,7 +165,7 @@ INLINE ItemPlan plan_items(Arena& arena, const Batch& batch, const KvPlanes& kv,
     plan.split = plan.chunks > 1 && plan.chunks * 2 * threads > total && floats * long(sizeof(float)) <= PARTS_LIMIT;
     if (plan.split) plan.parts = arena.take<float>(floats);
     if (!arena.base) return plan;
-    each_segment(batch, 0, batch.tokens_count, [&](const Segment& segment) {
+    each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
         const long heads = plan.split ? 1 : item_heads(kv, segment.tokens);
         for (long head = 0; head < kv.kv_heads; head += heads) plan.items[plan.count++] = {segment, head, heads};
     });

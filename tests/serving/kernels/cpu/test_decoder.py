@@ -74,6 +74,31 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(kernels: cpu.Kernels, kinds: 
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
+def test_a_long_prompt_whose_rows_attend_by_the_hundred_has_the_bits_of_short_ones(
+    kernels: cpu.Kernels, kinds: tuple[Kind, Kind]
+) -> None:
+    small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1], blocks=40)
+    decoder = small.build(kernels)
+    prompt = [(7 * i + i // 90) % 100 for i in range(620)]
+    ends = [50, 170, 171, 420, 620]
+    parts = [
+        logits_of(decoder, batch_of([(start, prompt[start:end])], all_rows=True, width=40))
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    planes = [plane.clone() for one in small.planes for plane in (one.k, one.v)]
+    for rows in ([619], [0, 130, 170, 171, 255, 256, 400], range(620)):
+        for one in small.planes:
+            one.k.zero_()
+            one.v.zero_()
+        whole = RaggedBatch.build(
+            tokens=[prompt], starts=[0], block_tables=[list(range(40))], block_size=16, logits_rows=rows
+        )
+        assert torch.equal(logits_of(decoder, whole), torch.cat(parts)[list(rows)])
+        written = [plane for one in small.planes for plane in (one.k, one.v)]
+        assert all(torch.equal(plane, kept) for plane, kept in zip(written, planes, strict=True))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: f"{kinds[0].name}-{kinds[1].name}")
 @pytest.mark.parametrize("company", [1, 7, 15, 80])
 def test_bits_do_not_depend_on_the_batch(kernels: cpu.Kernels, kinds: tuple[Kind, Kind], company: int) -> None:
     small = SmallDecoder(kind=kinds[0], kv_kind=kinds[1], blocks=16 * 90)
