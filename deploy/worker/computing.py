@@ -12,13 +12,15 @@ from kvcache.memory.device import DeviceKV, token_bytes
 from kvcache.memory.ranked_kv import RankedKV, kept_by
 from serving.config import EngineConfig
 from serving.device_memory import DeviceMemory
-from serving.forward.choose import make_forward, make_sampler
+from serving.forward.choose import left_to_torch, make_forward, make_sampler
 from serving.forward.cpu_forward import CpuForward
 from serving.forward.forward import Forward
 from serving.kvspec import LayerKV
 from serving.loader.loading import LoadedModel
+from serving.rank_group.compiled import compiled_form
 from serving.rank_group.device_forward import DeviceForward
 from serving.rank_group.device_leader import ModelOnDevices, join_devices
+from serving.rank_group.forward import GroupForward
 from serving.rank_group.layout_leader import DividedModel, flags_of, join_layout
 from serving.rank_group.leader import SpreadModel, join_group
 from serving.rank_group.ranks import RankGroup
@@ -62,6 +64,8 @@ def other_devices(model: LoadedModel) -> Sequence[DeviceMemory]:
 
 def sampler_of(forward: Forward) -> Sampler:
     """What draws from its logits, on this process's device (choose.make_sampler)."""
+    if isinstance(forward, GroupForward):
+        return forward.sampler()
     return make_sampler(forward.own if isinstance(forward, DeviceForward) else forward)
 
 
@@ -81,9 +85,11 @@ def forward_of(
         return join_devices(model, device_kv.planes, device_kv.keep, config, max_position)
     if not isinstance(model, SpreadModel):
         return make_forward(model, device_kv.planes, config, max_position, releases=releases)
-    check_kernels(config, f"--data-parallel-size {model.ranks.configured}")
-    log.info("computing with torch: the experts are spread over %d ranks", model.ranks.configured)
-    return join_group(model, device_kv.planes, config.max_num_batched_tokens)
+    compiled = compiled_form(model, config, max_position)
+    if isinstance(compiled, str):
+        left_to_torch(config, f"{compiled} (experts over {model.ranks.configured} ranks)")
+    form = None if isinstance(compiled, str) else compiled
+    return join_group(model, device_kv.planes, config.max_num_batched_tokens, form)
 
 
 class KeptForward:

@@ -28,6 +28,7 @@ from serving.model.spec import ModelSpec
 from serving.proposers.draft_model import DraftModelProposer
 from serving.proposers.draws import DraftDraws
 from serving.proposers.mtp import MtpProposer
+from serving.rank_group.forward import GroupForward
 from serving.speculative_config import SpeculativeConfig
 from serving.text.tokenizer import load_tokenizer
 
@@ -119,7 +120,8 @@ def draft_config(config: EngineConfig, forward: Forward, device: str) -> EngineC
     On a CPU the compiled kernels take torch's threads away, which a model that torch computes needs itself. The library
     is not demanded of the draft, but forbidden with the model's.
     """
-    kernels = config.kernels if device != "cpu" or isinstance(forward, CpuForward) else "torch"
+    compiled = isinstance(forward, CpuForward) or (isinstance(forward, GroupForward) and forward.compiled)
+    kernels = config.kernels if device != "cpu" or compiled else "torch"
     attention = "triton" if config.attention_backend == "triton" else "auto"
     return replace(config, deterministic=False, kernels=kernels, attention_backend=attention)
 

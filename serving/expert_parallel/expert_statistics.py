@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """Those of one layer, int64 [E]: who counts by himself adds to `taken`, others call it."""
+
+    taken: Tensor
+    one: Tensor  # [1]
+
+    def __call__(self, experts_TK: Tensor) -> None:
+        """The experts [T, K] of a layer's rows."""
+        chosen = experts_TK.flatten()
+        self.taken.index_add_(0, chosen, self.one.expand(len(chosen)))
 
 
 class ExpertStatistics:
@@ -18,15 +31,8 @@ class ExpertStatistics:
         self._counts = torch.zeros(layers, experts, dtype=torch.int64, device=device)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
 
-    def of_layer(self, layer: int) -> Callable[[Tensor], None]:
-        """What takes the experts [T, K] of a layer's rows."""
-        counts = self._counts[layer]
-
-        def count(experts_TK: Tensor) -> None:
-            chosen = experts_TK.flatten()
-            counts.index_add_(0, chosen, self._one.expand(len(chosen)))
-
-        return count
+    def of_layer(self, layer: int) -> LayerCounts:
+        return LayerCounts(self._counts[layer], self._one)
 
     def taken(self) -> Tensor:
         """The counts [L, E], on the CPU; counting begins anew."""

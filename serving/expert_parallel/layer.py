@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from serving.expert_parallel.exchange import ExchangeShape, ExpertExchange, Received, Rows
 from serving.expert_parallel.grouped import grouped
+from serving.expert_parallel.packed_expert import PackedExpert
 from serving.expert_parallel.physical import PhysicalExperts
 from serving.model.decoder import Decoder, Layer
 from serving.model.expert_balance import ExpertPlacement
@@ -145,14 +146,16 @@ def idle_step(model: Decoder) -> None:
 def exchange_shape(model: Decoder, placement: ExpertPlacement, max_tokens: int) -> ExchangeShape:
     """The exchange that a built model needs: INT8 on the wire where experts are INT8, else the model's own type.
 
-    Results come back in the model's type, which is the experts' own: nothing is rounded on the way. Raises ValueError
-    for a model without MoE layers, or of another type than bfloat16 and float32.
+    Results come back in the model's type, which is the experts' own, and those of packed experts, whom kernels compute
+    with, in float32: nothing is rounded on the way. Raises ValueError for a model without MoE layers, or of another
+    type than bfloat16 and float32.
     """
     _, mlp = next(moe_layers(model), (None, None))
     if mlp is None or model.spec.moe is None:
         raise ValueError("the model has no experts to spread")
     dtype = model.norm.weight.dtype
     quantized = all(_takes_int8(expert) for expert in mlp.experts.children())
+    packed = any(isinstance(expert, PackedExpert) for expert in mlp.experts.children())
     return ExchangeShape(
         ranks=len(placement.slots),
         slots=len(placement.slots[0]),
@@ -160,7 +163,7 @@ def exchange_shape(model: Decoder, placement: ExpertPlacement, max_tokens: int) 
         hidden=model.spec.hidden,
         max_tokens=max_tokens,
         wire=torch.int8 if quantized else dtype,
-        back=dtype,
+        back=torch.float32 if packed else dtype,
     )
 
 
@@ -172,6 +175,8 @@ def moe_layers(model: Decoder) -> Iterator[tuple[Layer, MoeMlp]]:
 
 
 def _takes_int8(expert: nn.Module) -> bool:
+    if isinstance(expert, PackedExpert):
+        return expert.wire is torch.int8
     return isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
 
 

@@ -12,7 +12,10 @@ from serving.model.expert_balance import ExpertPlacement
 
 
 class PhysicalExperts:
-    """Where one rank's rows find the experts of one layer: on the rank itself if it can be, else on copies in turn."""
+    """Where one rank's rows find the experts of one layer: on the rank itself if it can be, else on copies in turn.
+
+    Of E experts: `copies` [E] how many there are to choose from, `table` [E, C] which, as `of` gives them; both int32.
+    """
 
     def __init__(self, placement: ExpertPlacement, rank: int) -> None:
         slots = len(placement.slots[0])
@@ -23,10 +26,10 @@ class PhysicalExperts:
                 found[expert].append(holder * slots + slot)
         chosen = [[own[expert]] if expert in own else copies for expert, copies in enumerate(found)]
         most = max(map(len, chosen))
-        self._copies = torch.tensor([len(copies) for copies in chosen])
-        self._table = torch.tensor([copies + [0] * (most - len(copies)) for copies in chosen], dtype=torch.int32)
+        self.copies = torch.tensor([len(copies) for copies in chosen], dtype=torch.int32)
+        self.table = torch.tensor([copies + [0] * (most - len(copies)) for copies in chosen], dtype=torch.int32)
 
     def of(self, experts_TK: Tensor) -> Tensor:
         """Physical experts [T, K] int32: rank * slots + slot. Of several copies row t takes number t mod copies."""
         rows_T1 = torch.arange(len(experts_TK), device=experts_TK.device)[:, None]
-        return self._table[experts_TK, rows_T1 % self._copies[experts_TK]]
+        return self.table[experts_TK, rows_T1 % self.copies[experts_TK]]

@@ -134,6 +134,16 @@ class SharedMemoryExchange(RoundTrips):
         )
 
     @property
+    def address(self) -> int:
+        """The compiled exchange (exchange.h), for kernels that send and receive by themselves; then `check`.
+
+        Raises RankLost as that.
+        """
+        self.check()
+        assert self._exchange is not None
+        return self._exchange
+
+    @property
     def agreed(self) -> int:
         return 0 if self._exchange is None else int(self._functions.agreed(self._exchange))
 
@@ -143,7 +153,7 @@ class SharedMemoryExchange(RoundTrips):
 
     def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
-        self._check()
+        self.check()
         assert self._dispatched - self._combined < 2, "two dispatches are under way"
         self._dispatched += 1
         self._tokens[self._dispatched % 2] = len(rows.values)
@@ -161,7 +171,7 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
 
     def finish_dispatch(self) -> Received:
-        self._check()
+        self.check()
         assert self._arrived < self._dispatched, "no dispatch has begun"
         self._arrived += 1
         counts = self._counts[self._arrived % 2]
@@ -177,14 +187,14 @@ class SharedMemoryExchange(RoundTrips):
         """The rows received that lie in this region, gathered as they are asked for."""
         first = 0
         while first < self.shape.slots:
-            self._check()
+            self.check()
             count = self._functions.gather(self._exchange, region, first, *self._gathered, self._told)
             end = self._told.value
             yield Portion(range(first, end), self._rows(count))
             first = end
 
     def begin_combine(self, results_NH: Tensor) -> None:
-        self._check()
+        self.check()
         assert self._returned < self._arrived, "nothing waits to be combined"
         self._returned += 1
         results, parity = results_NH.contiguous(), self._returned % 2
@@ -194,7 +204,7 @@ class SharedMemoryExchange(RoundTrips):
             raise self._lost()
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
-        self._check()
+        self.check()
         assert self._combined < self._returned, "no combine has begun"
         self._combined += 1
         weights, tokens = weights_TK.contiguous(), self._tokens[self._combined % 2]
@@ -217,7 +227,7 @@ class SharedMemoryExchange(RoundTrips):
         scales = _numbers(self._functions.scales(self._exchange, region), ctypes.c_float, most)
         return lru_cache(KEPT_VIEWS)(lambda count: PlacedRows(addresses[:count], scales[:count]))
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises RankLost once there was one, and after the end."""
         if self._exchange is None or self._loss.reason:
             raise self._lost()

@@ -43,13 +43,18 @@ def make_forward(
         return made
     if config.attention_backend != "auto":
         raise ValueError(_unattended(config, "it computes on CUDA alone" if on_cpu else made))
-    if config.deterministic:
-        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {made}")
-    if config.kernels == "compiled":
-        raise ValueError(f"--kernels compiled: {made}; choose --kernels auto")
-    if config.kernels == "auto":
-        log.info("computing with torch: %s", made)
+    left_to_torch(config, made)
     return EagerForward(model.model, planes)
+
+
+def left_to_torch(config: EngineConfig, why: str) -> None:
+    """Say why compiled kernels are not to be had. Raises ValueError where they are demanded."""
+    if config.deterministic:
+        raise ValueError(f"--deterministic needs the compiled kernels, which do not fit here: {why}")
+    if config.kernels == "compiled":
+        raise ValueError(f"--kernels compiled: {why}; choose --kernels auto")
+    if config.kernels == "auto":
+        log.info("computing with torch: %s", why)
 
 
 def _unattended(config: EngineConfig, why: str) -> str:
@@ -86,10 +91,7 @@ def _on_cpu(
     reason = supports(model.model, model.dtype)
     if reason is not None:
         return reason
-    try:
-        kernels = _kernels(config)
-    except ValueError as error:
-        raise ValueError(f"--cpu-form: {error}") from error
+    kernels = cpu_kernels(config, config.threads)
     if kernels is None:
         return "they could not be built"
     torch.set_num_threads(1)  # or torch's idle threads would spin on the cores the kernels compute on
@@ -98,13 +100,16 @@ def _on_cpu(
     return forward
 
 
-def _kernels(config: EngineConfig) -> cpu.Kernels | None:
-    """Raises ValueError for a form this CPU does not run.
+def cpu_kernels(config: EngineConfig, threads: int | None) -> cpu.Kernels | None:
+    """Those that a CPU computes with, by so many threads. Raises ValueError for a form this CPU does not run.
 
     Workers of equal CPUs could measure different forms to be the quickest, which with --deterministic would not pair.
     """
     form = None if config.cpu_form == "auto" else config.cpu_form
-    return cpu.load(threads=config.threads, form=form, measured=not config.deterministic)
+    try:
+        return cpu.load(threads=threads, form=form, measured=not config.deterministic)
+    except ValueError as error:
+        raise ValueError(f"--cpu-form: {error}") from error
 
 
 def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:

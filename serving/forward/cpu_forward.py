@@ -1,36 +1,31 @@
 """A built decoder of the Llama shape as one call a step into the compiled CPU kernels.
 
-It packs the model's weights for the kernels and watches their progress to notify of layers; what they compute is in
-serving.kernels.cpu. A batch with KV in host memory takes one call an operation instead.
+What it computes with is packed by serving.forward.packing, and what that computes is in serving.kernels.cpu. A batch
+with KV in host memory takes one call an operation instead.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
 from serving.forward.forward import best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables
-from serving.forward.released import release
+from serving.forward.llama_shape import rotary_tables
+from serving.forward.packing import decoder_of, packed_layers
+from serving.forward.step_progress import StepProgress
 from serving.kernels import cpu
 from serving.kernels.cpu.offloaded_step import offloaded_step
 from serving.model.decoder import Decoder, Planes
 from serving.model.fused_shape import unlike_llama
 from serving.model.moe import MoeMlp
-from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
+from serving.model.quantized_linear import float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
-
-WATCH_SECONDS = 0.0005  # between reads of how many layers are done, in a step with `layer_done`
-LEFT = -1  # in place of that number: the step left at the barrier, the rest of the layers will not be done
 
 
 class CpuForward:
@@ -51,34 +46,12 @@ class CpuForward:
     ):
         spec = model.spec
         self.rope = spec.rope
-        self.layers = spec.layers
         self.form = f"cpu-{kernels.form}"
-        cos, sin = rotary_tables(spec.rope, max_position)
-        pack = partial(_pack, kernels, releases)
-        screen = _screen_of(model, kernels)  # before its weights go
-        self.decoder = cpu.CpuDecoder(
-            kernels,
-            cpu.DecoderShape(
-                hidden=spec.hidden,
-                heads=spec.heads,
-                kv_heads=spec.kv_heads,
-                head_dim=spec.head_dim,
-                intermediate=spec.intermediate,
-                vocab=spec.vocab_size,
-                eps=spec.norm_eps,
-            ),
-            embedding=model.embed.weight.detach().contiguous(),
-            layers=[layer_weights(layer, _float, pack, partial(pack, interleaved=True)) for layer in model.layers],
-            final_norm=_float(model.norm),
-            head=_pack_head(model, kernels, releases),
-            cos=cos,
-            sin=sin,
-            kv=[cpu.KvPlanes(*layer) for layer in planes],
-            screen=screen,
-        )
+        make = decoder_of(model, kernels, max_position, releases=releases)
+        kv = [cpu.KvPlanes(*layer) for layer in planes]
+        self.decoder = make(layers=packed_layers(model, kernels, releases=releases), kv=kv)
         self._logits = torch.empty(0, spec.vocab_size)
-        self._progress = torch.zeros(1, dtype=torch.int32)
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="layers")
+        self._progress = StepProgress()
 
     def over(self, planes: Sequence[Planes]) -> CpuForward:
         """The same computation, its weights shared, over other planes. One of them computes at a time."""
@@ -125,29 +98,8 @@ class CpuForward:
         output: cpu.StepOutput,
         kept: Mapping[int, Tensor] | None = None,
     ) -> Tensor:
-        step = partial(self.decoder.step, batch, output, kept=kept)
-        if layer_done is None:
-            return step()
-        self._progress.zero_()
-        watching = self._watcher.submit(self._watch, layer_done)
-        try:
-            return step(progress=self._progress)
-        finally:
-            self._progress.fill_(LEFT if batch.barrier is not None and batch.barrier.left else self.layers)
-            watching.result()
-
-    def _watch(self, layer_done: LayerDone) -> None:
-        """Calls `layer_done` for each layer as the kernels count it, on a thread of its own."""
-        notified = 0
-        while notified < self.layers:
-            done = int(self._progress)
-            if done == LEFT:
-                return
-            for layer in range(notified, done):
-                layer_done(layer)
-            if done == notified:
-                time.sleep(WATCH_SECONDS)
-            notified = done
+        with self._progress.told(layer_done) as progress:
+            return self.decoder.step(batch, output, kept=kept, progress=progress)
 
 
 def supports(model: Decoder, dtype: str) -> str | None:
@@ -171,58 +123,3 @@ def _rotated_expert(model: Decoder) -> str | None:
     """The first linear layer of experts whose inputs are transformed; None: there is none."""
     mixtures = ((name, module) for name, module in model.named_modules() if isinstance(module, MoeMlp))
     return next((f"{name}.{linear}" for name, mixture in mixtures if (linear := rotated_linear(mixture))), None)
-
-
-def _float(norm: nn.Module) -> Tensor:
-    return norm_weight(norm).float().contiguous()
-
-
-def _pack_head(model: Decoder, kernels: cpu.Kernels, releases: bool) -> cpu.PackedLinear:
-    """The head in the embedding's type: from its numbers where the two share them, a head that was widened has no more.
-
-    A copy of the largest matrix less, on the way.
-    """
-    if not model.spec.tied_embeddings or isinstance(model.head, QuantizedLinear):
-        return _pack(kernels, releases, model.head, dtype=model.embed.weight.dtype)
-    packed = kernels.pack(model.embed.weight.detach())
-    if releases:
-        release(model.head)
-    return packed
-
-
-def _screen_of(model: Decoder, kernels: cpu.Kernels) -> cpu.HeadScreen | None:
-    """What the best tokens are found by where the layers are INT8 and the head is not: half of its bytes once more.
-
-    Those who compress the layers want speed for memory's sake, and of what is left the head is the largest part.
-    """
-    head = model.head
-    narrow = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    if not narrow or isinstance(head, QuantizedLinear) or getattr(head, "bias", None) is not None:
-        return None
-    if model.embed.weight.dtype is not torch.bfloat16:
-        return None
-    weight = (model.embed if model.spec.tied_embeddings else head).weight.detach()
-    return kernels.screen(weight.to(torch.bfloat16))  # which it is packed as: one that was widened has no more
-
-
-def _pack(
-    kernels: cpu.Kernels,
-    releases: bool,
-    linear: nn.Module,
-    *,
-    dtype: torch.dtype | None = None,
-    interleaved: bool = False,
-) -> cpu.PackedLinear:
-    """A layer's weights as the kernels stream them: INT8 with scales, or held as `dtype` (its own by default)."""
-    w = linear_weights(linear)
-    weight, scale, bias = w.weight, w.scale, w.bias
-    if scale is None:
-        weight = weight.to(dtype or weight.dtype)
-    if interleaved:
-        weight = cpu.interleave(*weight.chunk(2))
-        bias = None if bias is None else cpu.interleave(*bias.chunk(2))
-        scale = None if scale is None else cpu.interleave(*scale.chunk(2))
-    packed = kernels.pack(weight, scale=scale, bias=bias, rotation=w.rotation)
-    if releases:
-        release(linear)
-    return packed

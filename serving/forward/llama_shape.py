@@ -30,8 +30,12 @@ def layer_weights(
     norm: Callable[[nn.Module], Tensor],
     linear: Callable[[nn.Module], L],
     gate_up: Callable[[nn.Module], L],
+    experts: Callable[[MoeMlp], tuple[MlpWeights[L], ...]] | None = None,
 ) -> LayerWeights[L]:
-    """The weights of a decoder's `layer`, each as the function for its kind makes it of the module."""
+    """The weights of a decoder's `layer`, each as the function for its kind makes it of the module.
+
+    `experts`, where given, are those of a mixture, whose modules are not asked then.
+    """
     assert isinstance(layer, Layer) and isinstance(layer.attention, Attention)
     attention = layer.attention
     head_norms = None
@@ -42,27 +46,30 @@ def layer_weights(
         mlp_norm=norm(layer.mlp_norm),
         qkv=linear(attention.qkv),
         o=linear(attention.o),
-        mlp=_mlp_weights(layer.mlp, linear, gate_up),
+        mlp=_mlp_weights(layer.mlp, linear, gate_up, experts),
         head_norms=head_norms,
         window=attention.window,
     )
 
 
 def _mlp_weights(
-    mlp: nn.Module, linear: Callable[[nn.Module], L], gate_up: Callable[[nn.Module], L]
+    mlp: nn.Module,
+    linear: Callable[[nn.Module], L],
+    gate_up: Callable[[nn.Module], L],
+    experts: Callable[[MoeMlp], tuple[MlpWeights[L], ...]] | None,
 ) -> MlpWeights[L] | MoeWeights[L]:
     if isinstance(mlp, GatedMlp):
-        return _gated(mlp, linear, gate_up)
+        return gated_weights(mlp, linear, gate_up)
     assert isinstance(mlp, MoeMlp)
     return MoeWeights(
         router=linear(mlp.router),
-        experts=tuple(_gated(expert, linear, gate_up) for expert in mlp.experts),
+        experts=experts(mlp) if experts else tuple(gated_weights(one, linear, gate_up) for one in mlp.experts),
         top_k=mlp.spec.top_k,
         normalized=mlp.spec.normalized,
     )
 
 
-def _gated(mlp: nn.Module, linear: Callable[[nn.Module], L], gate_up: Callable[[nn.Module], L]) -> MlpWeights[L]:
+def gated_weights(mlp: nn.Module, linear: Callable[[nn.Module], L], gate_up: Callable[[nn.Module], L]) -> MlpWeights[L]:
     assert isinstance(mlp, GatedMlp)
     return MlpWeights(gate_up=gate_up(mlp.gate_up), down=linear(mlp.down))
 

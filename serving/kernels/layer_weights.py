@@ -32,6 +32,16 @@ class MlpWeights(Generic[L]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertSpread:
+    """Where the experts of a layer are that ranks share. Shapes: E experts, C copies of one at most."""
+
+    exchange: int  # the address of a compiled exchange (kernels/cpu/exchange.h), which outlives the steps
+    copies: Tensor  # [E] int32: how many slots a row may go to
+    physical: Tensor  # [E, C] int32: those, rank * slots + slot
+    taken: Tensor | None = None  # [E] int64: the rows that chose an expert are added
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MoeWeights(Generic[L]):
     """Experts in place of an MLP, as serving.model.moe.route chooses among them: the `top_k` best of a token."""
 
@@ -39,6 +49,7 @@ class MoeWeights(Generic[L]):
     experts: tuple[MlpWeights[L], ...]
     top_k: int
     normalized: bool  # the weights of a token's experts sum to 1
+    spread: ExpertSpread | None = None  # None: `experts` are all; else those behind this rank's slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

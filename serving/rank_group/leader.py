@@ -21,10 +21,11 @@ from serving.expert_parallel.shared_memory import functions
 from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
+from serving.rank_group.compiled import compiled_computing
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.loading import load_together
 from serving.rank_group.member import EpochMember, loader_of
-from serving.rank_group.messages import Balancing
+from serving.rank_group.messages import Balancing, CompiledForm
 from serving.rank_group.ranks import RankGroup
 from serving.rank_group.share import LEADER, even_placements, load_share
 
@@ -101,19 +102,23 @@ def load_spread(
     return load_together(group, path, dtype, own, make)
 
 
-def join_group(spread: SpreadModel, planes: Sequence[Planes], max_tokens: int) -> GroupForward:
+def join_group(
+    spread: SpreadModel, planes: Sequence[Planes], max_tokens: int, compiled: CompiledForm | None = None
+) -> GroupForward:
     """The forward pass of all ranks over `planes` (RankGroup.share_planes), for steps of at most `max_tokens` rows.
 
-    Raises ValueError where the ranks do not come together, or find no memory for the rows of such a step.
+    By the compiled kernels with `compiled`, which has to fit (compiled.compiled_form), else by torch. Raises ValueError
+    where the ranks do not come together, or find no memory for the rows of such a step.
     """
     ranks = spread.ranks
     placements = even_placements(spread.spec, ranks.configured, ranks.redundant)
     blocks, block_size, *_ = planes[0][0].shape
     max_tokens = min(max_tokens, blocks * block_size)  # each row of a step has KV of its own
-    own = EpochMember(spread.model, spread.load_expert, max_tokens, ranks.deadline, ranks.balancing)
+    computing = None if compiled is None else compiled_computing(spread.model, compiled, leads=True)
+    own = EpochMember(spread.model, spread.load_expert, max_tokens, ranks.deadline, ranks.balancing, computing)
     try:
-        ranks.meet(own, placements, max_tokens)
-        return GroupForward(spread.model, planes, ranks)
+        ranks.meet(own, placements, max_tokens, compiled)
+        return GroupForward(own.computing, planes, ranks)
     except (RankLost, ExchangeUnavailable, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
     except (RuntimeError, OSError) as error:  # torch's, and the system's, where there is no such memory

@@ -27,6 +27,7 @@ from serving.expert_parallel.surviving import Brought, Placements
 from serving.loader.experts import CheckpointExperts
 from serving.model.decoder import Decoder
 from serving.model.expert_balance import ExpertPlacement
+from serving.rank_group.computing import RankComputing, TorchComputing
 from serving.rank_group.messages import Balancing, BeginEpoch, RankTotals
 
 NEVER_ENDS = -1  # processes that use the file of a store: it is removed by its leader
@@ -46,10 +47,18 @@ class EpochMember:
     """One rank's part. `model` holds the experts of its share (share.load_share); `most_rows` a step has at most."""
 
     def __init__(
-        self, model: Decoder, load: ExpertLoader, most_rows: int, deadline: float, balancing: Balancing | None
+        self,
+        model: Decoder,
+        load: ExpertLoader,
+        most_rows: int,
+        deadline: float,
+        balancing: Balancing | None,
+        computing: RankComputing | None = None,
     ) -> None:
+        """`computing` with the model's own modules unless it is given."""
         self.model = model
-        self.experts = HeldExperts(model, load)
+        self.computing: RankComputing = computing or TorchComputing(model)
+        self.experts = HeldExperts(model, lambda layer, expert: self.computing.expert(load(layer, expert)))
         self._most_rows, self._deadline, self._balancing = most_rows, deadline, balancing
         self._shape: ExchangeShape | None = None
         self._rebalance: LiveRebalance | None = None
@@ -72,6 +81,7 @@ class EpochMember:
         if ranks == 1:
             self.exchange = LocalExchange(shape)
             self.experts.place(order.placements, self.exchange)
+            self.computing.placed()
             return
         store = FileStore(str(order.store), NEVER_ENDS)
         others = {rank: process for rank, process in enumerate(order.processes) if rank != order.rank}
@@ -87,6 +97,7 @@ class EpochMember:
         if self._balancing is not None:
             join_copies = partial(SharedMemoryCopies.join, meeting=order.meeting, processes=others)
             self._rebalance = self._balanced(self._balancing, order, PrefixStore("rebalance", store), join_copies)
+        self.computing.placed()
 
     def _balanced(
         self, balancing: Balancing, order: BeginEpoch, store: PrefixStore, join_copies: Callable[..., ExpertCopies]
@@ -111,6 +122,7 @@ class EpochMember:
     def _placed(self, layer: int, placement: ExpertPlacement) -> None:
         """Experts of a MoE layer have moved."""
         self.placements = (*self.placements[:layer], placement, *self.placements[layer + 1 :])
+        self.computing.moved(layer)
 
     @property
     def balances(self) -> bool:

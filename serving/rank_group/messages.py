@@ -67,16 +67,30 @@ PlanePlaces = Sequence[Sequence[TensorPlace]]  # by layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledForm:
+    """What all ranks of a group compute with alike: this form of the CPU kernels, for so many positions.
+
+    `wire` is the type of the rows that all experts are sent, as torch names it.
+    """
+
+    form: str
+    wire: str
+    max_position: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MapKV:
     """Map the KV of the group. `most_rows` a step has at most; `deadline` are the seconds of every wait in it.
 
-    With `balancing` experts move while the group serves. Answered by KVMapped.
+    With `compiled` the rank computes by the compiled kernels, else by the model's modules. With `balancing` experts
+    move while the group serves. Answered by KVMapped.
     """
 
     segment: bytes
     most_rows: int
     deadline: float
     balancing: Balancing | None
+    compiled: CompiledForm | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ from serving.collecting import collect_seldom
 from serving.errors import MISTAKES
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
-from serving.expert_parallel.layer import idle_step
 from serving.expert_parallel.surviving import ExpertsLost
 from serving.loader.loading import LoadedModel
 from serving.logs import setup_helper
 from serving.malloc import keep_freed_memory
-from serving.model.decoder import Planes
+from serving.rank_group.compiled import compiled_computing
+from serving.rank_group.computing import RankSteps
 from serving.rank_group.device_messages import LoadOnDevice
 from serving.rank_group.device_rank import serve_on_device
 from serving.rank_group.layout_messages import LoadLayout
@@ -71,7 +71,7 @@ class FollowingRank:
 
     def __init__(self, member: EpochMember, kv: MappedPlanes) -> None:
         self.member, self.kv = member, kv
-        self.planes: list[list[Planes]] = []
+        self.steps: list[RankSteps] = []  # by the number of their planes
 
     def does(self, word: Any) -> object:
         """The answer to one of the leader's words; None where it wants none."""
@@ -79,7 +79,7 @@ class FollowingRank:
             case RunStep():
                 return self.run(word)
             case UsePlanes():
-                self.planes.append(self.kv.at(word.places))
+                self.steps.append(self.member.computing.over(self.kv.at(word.places)))
                 return None
             case EndEpoch():
                 return EpochEnded(self.member.end())
@@ -91,15 +91,13 @@ class FollowingRank:
 
     @torch.inference_mode()
     def run(self, step: RunStep) -> Outcome:
-        model = self.member.model
         try:
             self.member.begin_step()
-            hidden = model.norm.weight.new_empty(0)
+            steps, rows = self.steps[step.planes], self.member.computing.new_rows(0)
             if step.part is None:
-                idle_step(model)
+                steps.idle()
             else:
-                batch = unpack(step.part)
-                hidden = model(batch, self.planes[step.planes])[batch.logits_rows]
+                rows = steps.rows(unpack(step.part), None)
         except RankLost as lost:
             self.member.leave()  # others that still wait for this rank hear of it
             return StepDropped(step.number, lost.rank, lost.reason)
@@ -107,7 +105,7 @@ class FollowingRank:
             log.exception("a mistake over rows of step %d", step.number)
             self.member.leave()
             return StepFailed(step.number, f"{type(error).__name__}: {error}")
-        return StepDone(step.number, hidden.flatten().view(torch.uint8).numpy(), self.member.totals)
+        return StepDone(step.number, rows.flatten().view(torch.uint8).numpy(), self.member.totals)
 
     def hold(self, order: HoldExperts) -> ExpertsHeld:
         try:
@@ -161,11 +159,12 @@ def _mapped(channel: Channel, loaded: LoadedModel, order: LoadShare) -> Followin
     kv: MapKV = channel.receive(None)
     try:
         planes = MappedPlanes(kv.segment)
-    except SegmentUnavailable as error:
+        computing = None if kv.compiled is None else compiled_computing(loaded.model, kv.compiled, leads=False)
+    except (SegmentUnavailable, ValueError) as error:
         channel.send(KVMapped(error=str(error)), ANSWER_SECONDS)
         return None
     load = loader_of(order.path, order.dtype)
-    member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing)
+    member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing, computing)
     channel.send(KVMapped(), ANSWER_SECONDS)
     return FollowingRank(member, planes)
 

@@ -28,6 +28,7 @@ from serving.rank_group.epochs import GroupEpochs
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import (
     Balancing,
+    CompiledForm,
     KVMapped,
     LoadShare,
     MapKV,
@@ -73,6 +74,7 @@ class RankGroup:
         self._steps, self._began = 0, 0.0
         self._unfinished = False  # the last step, by the leader itself
         self._order: LoadShare | None = None
+        self._compiled: CompiledForm | None = None
         self.keepers: list[RankKeeper] = []
         started = False
         try:
@@ -138,12 +140,16 @@ class RankGroup:
         self._kv = SharedPlanes(specs, num_blocks, block_size)
         return self._kv.planes
 
-    def meet(self, own: EpochMember, placements: Placements, most_rows: int) -> None:
+    def meet(
+        self, own: EpochMember, placements: Placements, most_rows: int, compiled: CompiledForm | None = None
+    ) -> None:
         """Begin the first epoch, `own` being the leader's part; `most_rows` is what a step has at most.
+
+        With `compiled` all ranks compute by the compiled kernels, as the leader does.
 
         Raises RankLost, ValueError, and what `EpochMember.begin` does where the group does not come about.
         """
-        self.most_rows = most_rows
+        self.most_rows, self._compiled = most_rows, compiled
         others = {other.rank: other for other in self.others}
         for other in others.values():
             self._map_kv(other)
@@ -157,8 +163,13 @@ class RankGroup:
 
     def _map_kv(self, other: RankProcess) -> None:
         assert self._kv is not None, "share_planes comes first"
-        details, rows = self._kv.segment.details, self.most_rows
-        order = MapKV(segment=details, most_rows=rows, deadline=self.deadline, balancing=self.balancing)
+        order = MapKV(
+            segment=self._kv.segment.details,
+            most_rows=self.most_rows,
+            deadline=self.deadline,
+            balancing=self.balancing,
+            compiled=self._compiled,
+        )
         other.ask(order, MEETING_SECONDS)
 
     def _mapped(self, other: RankProcess) -> None:

@@ -61,14 +61,26 @@ struct KVRange {
     float* out;      // [T, heads, head_dim]: the result, when this is the last range; else null
 };
 
-// The routed experts of a layer, all of them here: gated MLPs of one shape and kind, of which a token takes `top_k`.
+// Where the experts of a layer are that the ranks of a group share: rows travel to them by an exchange (exchange.h), as
+// the experts' first layer multiplies them, and results come back in float32.
+struct Spread {
+    void* exchange;           // an Exchange; null: all experts are here
+    const int32_t* copies;    // [E] how many ranks' slots a row may go to
+    const int32_t* physical;  // [E, most_copies] those: rank * slots + slot
+    int64_t* taken;           // [E] the rows of this rank that an expert was chosen for are added; or null
+    int32_t most_copies;
+};
+
+// The routed experts of a layer: gated MLPs of one shape and kind. The router has a score for each of all E, of which a
+// token takes `top_k`.
 struct Experts {
-    int32_t count;          // 0: the layer has an MLP of its own
+    int32_t count;          // whose weights are here: all E, or those behind this rank's slots. 0: the layer has an MLP
     int32_t top_k;
     int32_t normalized;     // 1: the weights of a token's experts sum to 1
-    Linear router;          // outputs: a score for each expert
+    Linear router;          // E outputs
     const Linear* gate_up;  // [count], as `gate_up` of Layer
     const Linear* down;     // [count]
+    Spread spread;
 };
 
 // INT8 linear layers of one shape, one for each slot, and rows for them: those of the first slot, then of the next.
@@ -145,6 +157,7 @@ struct Results {
     int64_t* greedy;    // [R]: the best token, the lowest id among equals
     float* const* kept; // [R]: where the logits [vocab] of a row are kept besides, null where they are not
     float* hidden;      // [R, hidden]: the rows after the final norm; alone, the head is left out
+    float* residual;    // [R, hidden]: the rows before the final norm; alone
     int32_t* progress;  // one int32: layers whose KV of this step is written, stored with release order
     LayerBarrier* barrier;  // where the step waits for each layer's earlier KV before it counts or reads it
 };

@@ -6,8 +6,8 @@
 // Layers with experts are always of the first way: an expert's weights are read once for all tokens that go to it.
 #pragma once
 
-#include "experts.h"
 #include "screen.h"
+#include "spread_experts.h"
 
 namespace {
 
@@ -35,6 +35,8 @@ struct Step {
     int* counters;         // [layers + 1]
     ExpertTeam experts;    // where a layer has some
     int* expert_counters;  // [layers][chunks of tokens][2]
+    SpreadTeam spread;     // where ranks share them
+    bool spreads;
     Rows coarse;           // [threads][PARTS R], where the head is screened
     Screened* screened;    // [threads][R]
     float* highest;        // [R][panels of the head]
@@ -53,9 +55,13 @@ struct Step {
         const long shared_rows = most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count);
         shared = take_rows(arena, sizes, shared_rows, shared_rows);
         counters = arena.take<int>(model.layers + 1);
-        const long expert_items = sparse ? model.layers * expert_chunks(tokens) * 2 : 0;
+        spreads = sparse && sparse->experts.spread.exchange;
+        const long expert_items = sparse && !spreads ? model.layers * expert_chunks(tokens) * 2 : 0;
         expert_counters = arena.take<int>(expert_items);
-        if (sparse) experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
+        if (spreads)
+            spread = SpreadTeam::take(arena, team, sizes_of(sparse->experts), tokens);
+        else if (sparse)
+            experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
         const long rows = screens() ? batch.logits_count : 0, words = words_of(KIND_INT8, model.hidden);
         coarse = {arena.take<int32_t>(threads * rows * PARTS * words), nullptr, words};
         screened = arena.take<Screened>(threads * rows);
@@ -257,6 +263,7 @@ struct Step {
     }
 
     // `soon` is what attention of this layer will read; on return, what that of the next will.
+    // False where the step left: at the barrier, or since a rank is lost.
     bool layer_by_panels(const Layer& layer, long index, int thread, Soon& soon) {
         const long tokens = batch.tokens_count;
         const Span mine = share(tokens, thread, threads);
@@ -270,7 +277,7 @@ struct Step {
         rotate_rows(layer, mine.first, mine.last, shared.qkv, 0);
         team_barrier(team);
         if (!arrived(index, thread)) return false;
-        report(index + 1, thread);
+        if (!spreads) report(index + 1, thread);
         attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
         team_barrier(team);
         const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
@@ -278,10 +285,7 @@ struct Step {
         });
         soon = kv_soon(index + 1, thread);
         panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
-        if (layer.experts.count) {
-            add_experts(layer, index, thread);
-            return true;
-        }
+        if (layer.experts.count) return add_experts(layer, index, thread);
         const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
         panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread, &soon);
         const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
@@ -291,7 +295,8 @@ struct Step {
         return true;
     }
 
-    void add_experts(const Layer& layer, long index, int thread) const {
+    // Of experts that ranks share, all ranks have written a layer's KV once their rows are here. False: one is lost.
+    bool add_experts(const Layer& layer, long index, int thread) const {
         const long tokens = batch.tokens_count;
         float* const normed = local[thread].normed;
         const auto row = [&](long t) {
@@ -301,7 +306,10 @@ struct Step {
         const auto choose = [&](long, const float* values, ExpertScratch& s, Choice* out) {
             route(layer.experts, values, s, out);
         };
+        if (spreads)
+            return spread.add(layer.experts, tokens, thread, x, row, choose, [&] { report(index + 1, thread); });
         experts.add(layer.experts, tokens, thread, expert_counters + index * expert_chunks(tokens) * 2, x, row, choose);
+        return true;
     }
 
     // Rows of attention's output, whose split chunks are joined here: into the thread's own copy when every thread does
@@ -377,6 +385,13 @@ struct Step {
                      results.hidden + i * model.hidden);
     }
 
+    void residual(int thread) {
+        const Span mine = share(batch.logits_count, thread, threads);
+        for (long i = mine.first; i < mine.last; ++i)
+            __builtin_memcpy(results.residual + i * model.hidden, x_row(batch.logits_rows[i]),
+                             model.hidden * sizeof(float));
+    }
+
     void run(int thread) {
         if (blocks) {
             if (!by_rows(thread)) return;
@@ -389,7 +404,9 @@ struct Step {
             for (long i = 0; i < model.layers; ++i)
                 if (!layer_by_panels(model.layer[i], i, thread, soon)) return;
         }
-        if (results.hidden)
+        if (results.residual)
+            residual(thread);
+        else if (results.hidden)
             hidden(thread);
         else
             logits(thread);

@@ -32,6 +32,7 @@ class StepOutput(Enum):
     LOGITS = "logits"  # [R, vocab] float32
     GREEDY = "greedy"  # [R] int64: the best token, the lowest id among equal logits; -1 where its logit is not finite
     HIDDEN = "hidden"  # [R, hidden] float32: after the final norm
+    RESIDUAL = "residual"  # [R, hidden] float32: before the final norm, as `CpuDecoder.head_step` goes on from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +121,7 @@ class CpuDecoder:
     embedding: Tensor  # [vocab, hidden] bfloat16 or float32
     layers: Sequence[LayerWeights[PackedLinear]]
     final_norm: Tensor  # [hidden] float32
-    head: PackedLinear
+    head: PackedLinear  # without outputs where whoever has the residual computes it
     cos: Tensor  # [positions, pairs] float32: that many leading dimensions of a head rotate, in halves
     sin: Tensor
     kv: Sequence[KvPlanes]
@@ -164,7 +165,36 @@ class CpuDecoder:
         nothing.
         """
         self.check(batch)
+        barrier = None if batch.barrier is None else batch.barrier.address
         rows = batch.logits_rows.shape[0]
+        return self._run(self._model, self._seen_as_c(batch), rows, output, kept, progress=progress, barrier=barrier)
+
+    def head_step(
+        self, residual: Tensor, output: StepOutput = StepOutput.LOGITS, *, kept: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
+        """What `step` returns, of rows [R, hidden] float32 that others have computed as RESIDUAL."""
+        rows, numbers = len(residual), torch.arange(len(residual))
+        assert residual.is_contiguous() and residual.dtype is torch.float32
+        batch = STRUCTURES["Batch"](
+            tokens_count=rows, logits_count=rows, tokens=numbers.data_ptr(), logits_rows=numbers.data_ptr()
+        )
+        model = type(self._model).from_buffer_copy(self._model)
+        model.layers, model.embedding, model.embedding_kind = 0, residual.data_ptr(), Kind.F32
+        return self._run(model, batch, rows, output, kept)
+
+    def idle_step(self) -> None:
+        """Take part in a step of the other ranks, where they share experts, without rows of its own."""
+        self._run(self._model, STRUCTURES["Batch"](), 0, StepOutput.RESIDUAL, None)
+
+    def _run(
+        self,
+        model: Structure,
+        batch: Structure,
+        rows: int,
+        output: StepOutput,
+        kept: Mapping[int, Tensor] | None,
+        **told: Tensor | int | None,
+    ) -> Tensor:
         chooses = output is StepOutput.GREEDY
         assert not kept or chooses, "logits are kept besides the best tokens"
         places = array("Q", bytes(8 * rows))
@@ -177,12 +207,18 @@ class CpuDecoder:
             out = torch.empty(rows, self.shape.vocab if output is StepOutput.LOGITS else self.shape.hidden)
         results = STRUCTURES["Results"](
             kept=places.buffer_info()[0] if kept else None,
-            progress=address(progress),
-            barrier=None if batch.barrier is None else batch.barrier.address,
+            **{name: one.data_ptr() if isinstance(one, Tensor) else one for name, one in told.items()},
             **{output.value: out.data_ptr()},
         )
-        self.kernels.run("step", self._model, self._seen_as_c(batch), results)
+        self.kernels.run("step", model, batch, results)
         return out
+
+    def put(self, index: int, layer: LayerWeights[PackedLinear]) -> None:
+        """Compute a layer by these weights from now on. Raises ValueError where they do not fit the others."""
+        self.layers = (*self.layers[:index], layer, *self.layers[index + 1 :])
+        self.experts[index] = PackedExperts(layer.mlp) if isinstance(layer.mlp, MoeWeights) else None
+        self._check_experts()
+        self._layers[index] = _layer(layer, self.experts[index], self.kv[index])
 
     def _seen_as_c(self, batch: RaggedBatch) -> Structure:
         """`Batch` of abi.h; that of the last batch is kept, which steps that decode use again and again."""
@@ -268,6 +304,8 @@ class CpuDecoder:
         """Raises ValueError where layers' experts differ in number or widths: they work in the same buffers."""
         sparse = [one for one in self.experts if one is not None]
         sizes = {(len(one.weights.experts), one.weights.top_k, one.hidden, one.inner) for one in sparse}
+        if len({one.weights.spread is None for one in sparse}) > 1:
+            raise ValueError("ranks share the experts of all layers that have some, or of none")
         if len(sizes) > 1 or any(one.hidden != self.shape.hidden for one in sparse):
             raise ValueError("the fused step needs experts of the same number and widths in all layers that have some")
 

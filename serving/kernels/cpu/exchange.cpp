@@ -22,6 +22,7 @@ struct Trip {
     std::vector<int32_t> physical;                 // [tokens, top_k]
     std::vector<int64_t> ends;                     // of each slot among the rows received
     std::vector<const uint8_t*> rows;              // each one received, where its sender has it
+    std::vector<const uint8_t*> results;           // [tokens, top_k] of the own rows, each where its rank has it
     std::vector<float> scales;                     // of these
 };
 
@@ -65,6 +66,7 @@ struct Exchange : Waits {
         const int64_t hidden = shape.hidden;
         uint8_t* out = values(region, shape.rank);
         float* out_scales = scales(region, shape.rank);
+        if (rows == out) return;
         if (shape.wire != INT8 || kind == INT8) {
             memcpy(out, rows, tokens * hidden * item_bytes(kind));
             if (shape.wire == INT8) memcpy(out_scales, row_scales, tokens * 4);
@@ -232,6 +234,7 @@ Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* s
         trip.physical.resize(static_cast<int64_t>(shape->max_tokens) * shape->top_k);
         trip.ends.resize(shape->slots);
         trip.rows.resize(exchange->layout.most);
+        trip.results.resize(trip.physical.size());
         trip.scales.resize(exchange->layout.most);
     }
     return exchange;
@@ -244,6 +247,12 @@ void millrace_exchange_leave(Exchange* exchange) {
     exchange->state(rank).left.store(1);
     for (int peer = 0; peer < exchange->shape.ranks; ++peer)
         if (peer != rank && exchange->state(peer).sleeping.load()) exchange->wake(peer);
+}
+
+void* millrace_exchange_room(Exchange* exchange, float** scales) {
+    const int region = exchange->free_region(), rank = exchange->shape.rank;
+    *scales = exchange->scales(region, rank);
+    return exchange->values(region, rank);
 }
 
 int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
@@ -314,6 +323,17 @@ int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weight
     const uint32_t sequence = ++exchange->combined;
     if (!exchange->wait(COMBINE, sequence)) return -1;
     return exchange->sum(exchange->trip(sequence), weights, sums) ? 0 : -1;
+}
+
+const uint8_t* const* millrace_exchange_arrived(Exchange* exchange) {
+    if (exchange->loss.reason != NONE) return nullptr;
+    const uint32_t sequence = ++exchange->combined;
+    if (!exchange->wait(COMBINE, sequence)) return nullptr;
+    Trip& trip = exchange->trip(sequence);
+    std::fill(exchange->counts.begin(), exchange->counts.end(), 0);
+    for (int64_t t = 0; t < trip.tokens; ++t)
+        if (!exchange->find_results(trip, t, &trip.results[t * exchange->shape.top_k])) return nullptr;
+    return trip.results.data();
 }
 
 const ExchangeTraffic* millrace_exchange_traffic(const Exchange* exchange) { return &exchange->traffic; }

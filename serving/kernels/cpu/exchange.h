@@ -50,6 +50,10 @@ void millrace_exchange_destroy(Exchange* exchange);
 // Tells the others that this rank takes part no longer.
 void millrace_exchange_leave(Exchange* exchange);
 
+// Where the rows of the next dispatch, in the kind that travels, and for int8 their scales may be written beforehand: they
+// need no copy then.
+void* millrace_exchange_room(Exchange* exchange, float** scales);
+
 // Sends rows [tokens, hidden] of `kind` to the ranks of their `physical` experts [tokens, top_k] (rank * slots + slot).
 // 0; -1 where a rank is lost.
 int64_t millrace_exchange_begin_dispatch(Exchange* exchange, const void* rows, const float* row_scales, int32_t kind,
@@ -88,6 +92,10 @@ int64_t millrace_exchange_begin_combine(Exchange* exchange, const void* results,
 // Waits for the results of the own rows, and adds them up times `weights` [tokens, top_k], in the order of k, in `sums`
 // float32 [tokens, hidden]. 0; -1 where a rank is lost.
 int64_t millrace_exchange_finish_combine(Exchange* exchange, const float* weights, float* sums);
+
+// The same for who adds up for himself: where each result [tokens, top_k] of the own rows is, until the next dispatch
+// begins; null where a rank is lost.
+const uint8_t* const* millrace_exchange_arrived(Exchange* exchange);
 
 const ExchangeTraffic* millrace_exchange_traffic(const Exchange* exchange);
 const ExchangeLoss* millrace_exchange_loss(const Exchange* exchange);

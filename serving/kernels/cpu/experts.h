@@ -25,6 +25,13 @@ struct Choice {
 
 struct ExpertSizes {
     long hidden, inner, experts, top_k;  // inner: I, padded as FINISH_SWIGLU writes it
+    long here;                           // experts whose weights are here
+};
+
+// A row as an expert's first layer multiplies it.
+struct EncodedRow {
+    const void* words;
+    float scale;  // int8 only
 };
 
 // What all threads share: rows between the phases of a chunk.
@@ -44,14 +51,14 @@ struct ExpertScratch {
     float* shares;          // [E], padded to panels
     int32_t* gathered;      // [GATHERED_ROWS] encoded inputs
     float* gathered_scale;
-    int32_t* start;         // [E + 1] first slot of each expert
-    int32_t* active;        // [E] experts that have slots
+    int32_t* start;         // [experts here + 1] first slot of each
+    int32_t* active;        // [experts here] those that have slots
     int32_t* token;         // [S] whose slot it is
     int32_t* slot;          // [T, K]
 };
 
 INLINE ExpertSizes sizes_of(const Experts& e) {
-    return {e.router.inputs, panels_of(e.gate_up[0]) * PANEL / 2, e.count, e.top_k};
+    return {e.router.inputs, panels_of(e.gate_up[0]) * PANEL / 2, e.router.outputs, e.top_k, e.count};
 }
 
 INLINE long expert_chunks(long tokens) { return (tokens + MOE_TOKENS - 1) / MOE_TOKENS; }
@@ -75,8 +82,8 @@ INLINE ExpertScratch take_scratch(Arena& arena, const ExpertSizes& s, long token
     local.shares = arena.take<float>(round_up(s.experts, PANEL));
     local.gathered = arena.take<int32_t>(GATHERED_ROWS * s.hidden);
     local.gathered_scale = arena.take<float>(GATHERED_ROWS);
-    local.start = arena.take<int32_t>(s.experts + 1);
-    local.active = arena.take<int32_t>(s.experts);
+    local.start = arena.take<int32_t>(s.here + 1);
+    local.active = arena.take<int32_t>(s.here);
     local.token = arena.take<int32_t>(tokens * s.top_k);
     local.slot = arena.take<int32_t>(tokens * s.top_k);
     return local;
@@ -122,8 +129,8 @@ INLINE void route(const Experts& e, const float* row, ExpertScratch& s, Choice* 
     encode_row(e.router.kind, row, e.router.inputs, s.router_words, &scale);
     const Rows a = {s.router_words, &scale, words_of(e.router.kind, e.router.inputs)};
     linear_block(e.router, a, 0, 1, 0, panels_of(e.router), {FINISH_STORE, s.shares, 0});
-    softmax(s.shares, e.count);
-    choose_best(s.shares, e.count, e.top_k, e.normalized, out);
+    softmax(s.shares, e.router.outputs);
+    choose_best(s.shares, e.router.outputs, e.top_k, e.normalized, out);
 }
 
 // ---- the order of the work ------------------------------------------------------------------------------------------
@@ -189,43 +196,50 @@ struct ExpertTeam {
         for (long first = 0; first < tokens; first += MOE_TOKENS, counters += 2) {
             const long count = least(MOE_TOKENS, tokens - first);
             ExpertScratch& s = local[thread];
-            enter(e, count, thread, [&](long t) { return row(first + t); },
+            enter(e, count, thread, all.words, all.scale, [&](long t) { return row(first + t); },
                   [&](long t, const float* values, Choice* out) { choose(first + t, values, s, out); });
             team_barrier(team);
             const long active = sort_slots(all.choices, count, sizes.top_k, e.count, s);
-            gate_up(e, active, counters, s);
+            const long words = words_of(e.gate_up[0].kind, sizes.hidden);
+            gate_up(e, active, counters, s, [&](long slot) {
+                return EncodedRow{all.words + s.token[slot] * words, all.scale[s.token[slot]]};
+            });
             team_barrier(team);
             encode_inner(e, count * sizes.top_k, thread);
             team_barrier(team);
-            down(e, active, counters + 1, s);
+            down(e, active, counters + 1, s, all.parts);
             team_barrier(team);
-            combine(count, thread, s, x + first * sizes.hidden);
+            combine(count, thread, x + first * sizes.hidden,
+                    [&](long choice) { return all.parts + s.slot[choice] * sizes.hidden; });
             team_barrier(team);
         }
     }
 
     // This thread's rows: chosen for, and encoded.
     template <class Row, class Choose>
-    void enter(const Experts& e, long tokens, int thread, Row row, Choose choose) const {
+    void enter(const Experts& e, long tokens, int thread, int32_t* encoded, float* scale, Row row,
+               Choose choose) const {
         const Linear& w = e.gate_up[0];
         const long words = words_of(w.kind, w.inputs);
         const Span mine = share(tokens, thread, threads);
         for (long t = mine.first; t < mine.last; ++t) {
             const float* values = row(t);
             choose(t, values, all.choices + t * sizes.top_k);
-            encode_row(w.kind, values, w.inputs, all.words + t * words, all.scale + t);
+            encode_row(w.kind, values, w.inputs, encoded + t * words, scale + t);
         }
     }
 
-    void gate_up(const Experts& e, long active, int* counter, ExpertScratch& s) const {
+    // input(slot) is an EncodedRow.
+    template <class Input>
+    void gate_up(const Experts& e, long active, int* counter, ExpertScratch& s, Input input) const {
         const long words = words_of(e.gate_up[0].kind, e.gate_up[0].inputs);
         each_item(e.gate_up[0], active, s, counter, threads, [&](long expert, long panel0, long panel1) {
             for (long slot = s.start[expert]; slot < s.start[expert + 1]; slot += GATHERED_ROWS) {
                 const long rows = least(GATHERED_ROWS, s.start[expert + 1] - slot);
                 for (long r = 0; r < rows; ++r) {
-                    const long token = s.token[slot + r];
-                    __builtin_memcpy(s.gathered + r * words, all.words + token * words, words * sizeof(int32_t));
-                    s.gathered_scale[r] = all.scale[token];
+                    const EncodedRow from = input(slot + r);
+                    __builtin_memcpy(s.gathered + r * words, from.words, words * sizeof(int32_t));
+                    s.gathered_scale[r] = from.scale;
                 }
                 linear_block(e.gate_up[expert], {s.gathered, s.gathered_scale, words}, 0, rows, panel0, panel1,
                              {FINISH_SWIGLU, all.h + slot * sizes.inner, sizes.inner});
@@ -241,31 +255,33 @@ struct ExpertTeam {
             encode_row(w.kind, all.h + i * sizes.inner, w.inputs, all.h_words + i * words, all.h_scale + i);
     }
 
-    void down(const Experts& e, long active, int* counter, ExpertScratch& s) const {
+    // out [slots, H]
+    void down(const Experts& e, long active, int* counter, ExpertScratch& s, float* out) const {
         const Rows a = {all.h_words, all.h_scale, words_of(e.down[0].kind, e.down[0].inputs)};
         each_item(e.down[0], active, s, counter, threads, [&](long expert, long panel0, long panel1) {
             linear_block(e.down[expert], a, s.start[expert], s.start[expert + 1], panel0, panel1,
-                         {FINISH_STORE, all.parts, sizes.hidden});
+                         {FINISH_STORE, out, sizes.hidden});
         });
     }
 
     // x += the parts of a token times their weights, added one after the other (serving.model.moe.weighted_sum).
-    void combine(long tokens, int thread, const ExpertScratch& s, float* x) const {
+    // part(choice) is what became of a token's choice, counted through all tokens.
+    template <class Part>
+    void combine(long tokens, int thread, float* x, Part part) const {
         const long n = sizes.hidden, top_k = sizes.top_k;
         const Span mine = share(tokens, thread, threads);
         for (long t = mine.first; t < mine.last; ++t) {
             const Choice* choice = all.choices + t * top_k;
-            const int32_t* slot = s.slot + t * top_k;
             float* row = x + t * n;
             long i = 0;
             for (; i + LANES <= n; i += LANES) {
-                vf total = load(all.parts + slot[0] * n + i) * choice[0].weight;
-                for (long k = 1; k < top_k; ++k) total = total + load(all.parts + slot[k] * n + i) * choice[k].weight;
+                vf total = load(part(t * top_k) + i) * choice[0].weight;
+                for (long k = 1; k < top_k; ++k) total = total + load(part(t * top_k + k) + i) * choice[k].weight;
                 store(row + i, load(row + i) + total);
             }
             for (; i < n; ++i) {
-                float total = all.parts[slot[0] * n + i] * choice[0].weight;
-                for (long k = 1; k < top_k; ++k) total += all.parts[slot[k] * n + i] * choice[k].weight;
+                float total = part(t * top_k)[i] * choice[0].weight;
+                for (long k = 1; k < top_k; ++k) total += part(t * top_k + k)[i] * choice[k].weight;
                 row[i] += total;
             }
         }

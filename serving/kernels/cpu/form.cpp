@@ -54,7 +54,7 @@ struct AttentionCall {
     }
 };
 
-// The experts of one layer for the operations that call them alone.
+// The experts of one layer, all of them here, for the operations that call them alone.
 template <class Choose>
 void add_experts(Context& c, const Experts& e, const ExpertSizes& sizes, const float* x, long rows, float* out,
                  Choose choose) {
@@ -70,6 +70,21 @@ void add_experts(Context& c, const Experts& e, const ExpertSizes& sizes, const f
     for (long i = 0; i < items; ++i) counters[i] = 0;
     team_each(c.team, [&](int thread) {
         work.add(e, rows, thread, counters, out, [&](long t) { return x + t * sizes.hidden; }, choose);
+    });
+}
+
+// The same where ranks share them; the exchange tells of a loss.
+template <class Choose>
+void add_spread_experts(Context& c, const Experts& e, const float* x, long rows, float* out, Choose choose) {
+    SpreadTeam work;
+    const auto lay_out = [&](Arena arena) {
+        work = SpreadTeam::take(arena, c.team, sizes_of(e), rows);
+        return arena.used;
+    };
+    lay_out({c.scratch.reserve(lay_out({nullptr}))});
+    const long n = e.router.inputs;
+    team_each(c.team, [&](int thread) {
+        work.add(e, rows, thread, out, [&](long t) { return x + t * n; }, choose, [] {});
     });
 }
 
@@ -105,8 +120,9 @@ KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long row
 // out [rows, H] += what the experts that x [rows, H], a layer's normed input, is routed to make of it.
 KERNEL(experts)(Context& c, const Experts& e, const float* x, long rows, float* out) {
     const Turn turn(c);
-    add_experts(c, e, sizes_of(e), x, rows, out,
-                [&](long, const float* row, ExpertScratch& s, Choice* choices) { route(e, row, s, choices); });
+    const auto choose = [&](long, const float* row, ExpertScratch& s, Choice* choices) { route(e, row, s, choices); };
+    if (e.spread.exchange) return add_spread_experts(c, e, x, rows, out, choose);
+    add_experts(c, e, sizes_of(e), x, rows, out, choose);
 }
 
 // out [rows, H] += what expert chosen[row] makes of each row of x.

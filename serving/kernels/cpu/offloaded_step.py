@@ -39,6 +39,8 @@ def offloaded_step(
         kernels.linear(attended.flatten(1), layer.o, finish=Finish.ADD, out=x)
         _add_mlp(decoder, index, x)
     rows = x[batch.logits_rows]
+    if output is StepOutput.RESIDUAL:
+        return rows
     if not len(rows):
         return torch.empty(0, shape.vocab if output is StepOutput.LOGITS else shape.hidden)
     hidden = kernels.rms_norm(rows, decoder.final_norm, shape.eps)

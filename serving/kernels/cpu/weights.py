@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from serving.kernels.cpu.structures import STRUCTURES, Kind
-from serving.kernels.layer_weights import MlpWeights, MoeWeights
+from serving.kernels.layer_weights import ExpertSpread, MlpWeights, MoeWeights
 
 PANEL = 32  # output channels a panel
 HALF = PANEL // 2
@@ -67,14 +67,15 @@ class PackedExperts:
         if len(shapes) != 1:
             raise ValueError("all experts of a layer must be of one shape and of one kind of weights")
         hidden, width = first.gate_up.inputs, first.down.inputs
-        if router.inputs != hidden or first.down.outputs != hidden or router.outputs != len(weights.experts):
-            raise ValueError(f"{len(weights.experts)} experts of {hidden} inputs do not fit their router")
+        count = len(weights.experts if weights.spread is None else weights.spread.copies)
+        if router.inputs != hidden or first.down.outputs != hidden or router.outputs != count:
+            raise ValueError(f"{count} experts of {hidden} inputs do not fit their router")
         if any(linear.rotation for mlp in weights.experts for linear in (mlp.gate_up, mlp.down)):
             raise ValueError("the fused step transforms no inputs of experts")
         if first.gate_up.outputs != -(-width // HALF) * PANEL:
             raise ValueError("`gate_up` of an expert is packed from interleave(gate, up), as wide as `down` reads")
-        if not 0 < weights.top_k <= len(weights.experts):
-            raise ValueError(f"a token cannot take {weights.top_k} of {len(weights.experts)} experts")
+        if not 0 < weights.top_k <= count:
+            raise ValueError(f"a token cannot take {weights.top_k} of {count} experts")
         self.weights, self.hidden, self.inner = weights, hidden, width
         table = STRUCTURES["Linear"] * len(weights.experts)
         self._gate_up = table(*(mlp.gate_up.as_c() for mlp in weights.experts))
@@ -89,7 +90,20 @@ class PackedExperts:
             router=self.weights.router.as_c(),
             gate_up=addressof(self._gate_up),
             down=addressof(self._down),
+            spread=STRUCTURES["Spread"]() if self.weights.spread is None else _spread(self.weights.spread),
         )
+
+
+def _spread(spread: ExpertSpread) -> Structure:
+    assert spread.copies.dtype is spread.physical.dtype is torch.int32 and spread.physical.is_contiguous()
+    assert spread.taken is None or (spread.taken.dtype is torch.int64 and spread.taken.is_contiguous())
+    return STRUCTURES["Spread"](
+        exchange=spread.exchange,
+        copies=address(spread.copies),
+        physical=address(spread.physical),
+        taken=address(spread.taken),
+        most_copies=spread.physical.shape[1],
+    )
 
 
 def _shape(mlp: MlpWeights[PackedLinear]) -> tuple[object, ...]:

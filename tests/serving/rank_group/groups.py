@@ -9,20 +9,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from kvcache.memory.device import DeviceKV
 from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
+from serving.config import EngineConfig
+from serving.forward.choose import make_forward
 from serving.forward.forward import EagerForward, Forward
 from serving.forward.layer_events import LayerDone
-from serving.loader.loading import load
+from serving.kernels import cpu
+from serving.loader.loading import LoadedModel, load
+from serving.model.decoder import Planes
+from serving.rank_group.compiled import compiled_form
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.leader import SpreadModel, join_group, load_spread
 from serving.rank_group.messages import Balancing
 from tests.serving.model.oracle import VOCAB
 
+NEEDS_KERNELS = pytest.mark.skipif(cpu.shared_library() is None, reason="the kernels cannot be built here")
+COMPILED = EngineConfig(kernels="compiled", deterministic=True, threads=2)
 BLOCK, BLOCKS_EACH = 4, 10
 LENGTHS = (9, 6, 14, 5)
 MOST_TOKENS = 64
@@ -71,13 +79,18 @@ class Side:
 
 @contextmanager
 def spread_over(
-    folder: Path, ranks: int, deadline: float = DEADLINE, redundant: int = 0, balancing: Balancing | None = None
+    folder: Path,
+    ranks: int,
+    deadline: float = DEADLINE,
+    redundant: int = 0,
+    balancing: Balancing | None = None,
+    dtype: str = "float32",
 ) -> Iterator[SpreadModel]:
     """The model at `folder`, one thread a rank; this process has as many threads afterwards as before."""
     threads = torch.get_num_threads()
     torch.set_num_threads(ranks)
     try:
-        spread = load_spread(folder, "float32", None, ranks, deadline, redundant=redundant, balancing=balancing)
+        spread = load_spread(folder, dtype, None, ranks, deadline, redundant=redundant, balancing=balancing)
         try:
             yield spread
         finally:
@@ -86,17 +99,28 @@ def spread_over(
         torch.set_num_threads(threads)
 
 
-def group_forward(spread: SpreadModel) -> GroupForward:
+def group_forward(spread: SpreadModel, *, compiled: bool = False) -> GroupForward:
     specs = spread.spec.kv_layers("float32")
     planes = spread.ranks.share_planes(specs, BLOCKS_EACH * len(LENGTHS), BLOCK)
-    return join_group(spread, planes, MOST_TOKENS)
+    form = compiled_form(spread, COMPILED, MOST_TOKENS) if compiled else None
+    assert not isinstance(form, str), form
+    return join_group(spread, planes, MOST_TOKENS, form)
 
 
 def alone(folder: Path) -> EagerForward:
     """With as many threads as this process has."""
     loaded = load(folder, "float32")
-    kv = DeviceKV(loaded.spec.kv_layers("float32"), BLOCKS_EACH * len(LENGTHS), BLOCK)
-    return EagerForward(loaded.model, kv.planes)
+    return EagerForward(loaded.model, _own_planes(loaded))
+
+
+def compiled_alone(folder: Path, dtype: str = "float32") -> Forward:
+    """One process by the compiled kernels, as a worker without ranks."""
+    loaded = load(folder, dtype)
+    return make_forward(loaded, _own_planes(loaded), COMPILED, MOST_TOKENS, releases=True)
+
+
+def _own_planes(loaded: LoadedModel) -> Sequence[Planes]:
+    return DeviceKV(loaded.spec.kv_layers("float32"), BLOCKS_EACH * len(LENGTHS), BLOCK).planes
 
 
 def pids(spread: SpreadModel) -> list[int]:

@@ -13,7 +13,17 @@ from serving.expert_parallel.replanning import BalancePolicy
 from serving.rank_group.messages import Balancing
 from serving.rank_group.ranks import RankGroup
 from tests.serving.model.oracle import build, configs, save
-from tests.serving.rank_group.groups import LENGTHS, Side, alone, group_forward, pids, prompt, spread_over
+from tests.serving.rank_group.groups import (
+    LENGTHS,
+    NEEDS_KERNELS,
+    Side,
+    alone,
+    compiled_alone,
+    group_forward,
+    pids,
+    prompt,
+    spread_over,
+)
 
 EAGER = BalancePolicy(above=1.02, target=1.0, least_gain=0.01, fewest_rows=1, kept=0.0)
 BALANCING = Balancing(policy=EAGER, interval=4, bytes_per_second=1e9)
@@ -50,10 +60,12 @@ class Texts:
         self.turn()
 
 
-def test_experts_move_while_texts_go_on_and_a_rank_is_lost(mixtral: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NEEDS_KERNELS)])
+def test_experts_move_while_texts_go_on_and_a_rank_is_lost(compiled: bool, mixtral: Path) -> None:
     """Balanced, lost with its experts where they have moved to, and balanced again by those that are left."""
+    one = compiled_alone(mixtral) if compiled else alone(mixtral)
     with spread_over(mixtral, 3, redundant=3, balancing=BALANCING) as spread:
-        texts = Texts(spread.ranks, Side(group_forward(spread)), Side(alone(mixtral)))
+        texts = Texts(spread.ranks, Side(group_forward(spread, compiled=compiled)), Side(one))
         texts.until_moved()
         assert spread.ranks.totals.moved_bytes > 0
         assert spread.ranks.imbalance >= 1

@@ -24,7 +24,17 @@ from serving.rank_group.ranks import MEETING_SECONDS
 from tests.fakes.awake import retaken
 from tests.fakes.stopping import harm, stop
 from tests.serving.model.oracle import build, configs, save
-from tests.serving.rank_group.groups import LENGTHS, Side, alone, exists, group_forward, pids, spread_over
+from tests.serving.rank_group.groups import (
+    LENGTHS,
+    NEEDS_KERNELS,
+    Side,
+    alone,
+    compiled_alone,
+    exists,
+    group_forward,
+    pids,
+    spread_over,
+)
 
 ALL = range(len(LENGTHS))
 RANKS, VICTIM = 3, 1
@@ -62,29 +72,31 @@ def until_back(spread: SpreadModel, group: Side, reference: Side) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "redundant"),
+    ("how", "redundant", "compiled"),
     [
-        (signal.SIGKILL, 0),
-        pytest.param(signal.SIGSTOP, EXPERTS, marks=pytest.mark.slow),
+        (signal.SIGKILL, 0, False),
+        pytest.param(signal.SIGKILL, 0, True, marks=NEEDS_KERNELS),
+        pytest.param(signal.SIGSTOP, EXPERTS, False, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, EXPERTS, True, marks=[pytest.mark.slow, NEEDS_KERNELS]),
     ],
 )
 @retaken
 def test_a_step_that_loses_a_rank_is_repeated_and_the_rank_comes_back(
-    how: signal.Signals, redundant: int, mixtral: Path
+    how: signal.Signals, redundant: int, compiled: bool, mixtral: Path
 ) -> None:
     """With copies nobody loads anything; without, what nobody holds is read again. Either way the text is the same."""
     opened = descriptors()
-    running = lose_and_come_back(how, redundant, mixtral)
+    running = lose_and_come_back(how, redundant, compiled, mixtral)
     assert not any(map(exists, running))
     gc.collect()  # maps of memory are closed with the tensors in it
     assert descriptors() - opened == Counter()
 
 
-def lose_and_come_back(how: signal.Signals, redundant: int, folder: Path) -> set[int]:
+def lose_and_come_back(how: signal.Signals, redundant: int, compiled: bool, folder: Path) -> set[int]:
     """All processes that were ranks."""
-    reference = Side(alone(folder))
+    reference = Side(compiled_alone(folder) if compiled else alone(folder))
     with spread_over(folder, RANKS, deadline=3.0, redundant=redundant) as spread:
-        group = Side(group_forward(spread))
+        group = Side(group_forward(spread, compiled=compiled))
         victim, *rest = pids(spread)
         for layer_done in (None, harmed(victim, how), None):
             group.step(ALL, layer_done)

@@ -149,8 +149,6 @@ def _not_to_be_started(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--kernels", "compiled"], "--kernels auto"),
-        (["--deterministic"], "leave out one of the two"),
         (["--attention-backend", "triton"], "choose --attention-backend auto"),
         (["--attention-backend", "flashinfer"], "choose --attention-backend auto"),
         (["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'], "choose draft_model or ngram"),
@@ -168,6 +166,18 @@ def test_settings_that_clash_are_refused_before_a_model_is_looked_for(
     command: str, ranks: list[str], flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "no such model", *ranks, *flags]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [(["--kernels", "compiled"], "--kernels auto"), (["--deterministic"], "leave out one of the two")],
+)
+@pytest.mark.parametrize("ranks", [["-tp", "2"], ["-pp", "2"]], ids=" ".join)
+def test_ranks_that_share_layers_compute_by_torch_alone(
+    ranks: list[str], flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "no such model", *ranks, *flags]) == 2
     assert told in capsys.readouterr().err
 
 
