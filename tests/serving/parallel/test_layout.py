@@ -142,7 +142,7 @@ def test_each_expert_is_held_whole_by_one_rank(ranks: int, experts: int) -> None
 
 
 def test_experts_are_spread_over_ranks_that_share_tokens_alone() -> None:
-    with pytest.raises(ValueError, match="^spread_experts"):
+    with pytest.raises(ValueError, match=r"^spread_experts"):
         ParallelLayout(tensor=2, sequence=2, spread_experts=True)
     with pytest.raises(ValueError, match="0 experts"):
         ParallelLayout(sequence=2, spread_experts=True).check(SPEC)
