@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from deploy.placement.reservation import processes_of
 from deploy.runtime.cpu_binding import parse_cpus
 from deploy.runtime.devices import VISIBLE, asked_index, device_of, visible_devices
 from deploy.runtime.settings import Settings
@@ -90,7 +91,7 @@ def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[
             placed[cpus] += 1
             wanted = group.settings.model_config.device
             freest = sorted(range(len(gpus)), key=lambda place: users[gpus[place]])
-            ranks = group.settings.model_config.of(group.role).tensor_parallel_size
+            ranks = processes_of(group.settings.model_config.of(group.role))
             device, environ = device_of(wanted, freest, gpus, ranks)
             if environ:
                 users.update(environ[VISIBLE].split(",") if asked_index(wanted) is None else ())

@@ -44,10 +44,10 @@ class ModelConfig:
     )
     device: str = option("cpu", "torch device of the workers")
     data_parallel_size: int = option(
-        1, "processes of this host (ranks) that are one worker; above 1 with --enable-expert-parallel alone", least=1
+        1, "ranks of a worker, on CUDA with a GPU each; above 1 with --enable-expert-parallel alone", least=1
     )
     enable_expert_parallel: bool = option(
-        False, "let each rank of a worker hold some of a mixture of experts, and compute some of its sequences"
+        False, "let each rank of a worker hold some of a mixture of experts, and compute some of its rows"
     )
     tensor_parallel_size: int = option(
         1, "ranks of a worker that share each layer, weights and KV by heads; with --device cuda a GPU each", least=1

@@ -69,7 +69,8 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
             f"--speculative-config: with {model.rank_flags} the hidden states that mtp drafts from lie with several"
             " ranks: choose draft_model or ngram, or leave out one of the two"
         )
-    if engine.host_kv_memory and model.rank_flags and model.data_parallel_size == 1:
+    mapped = model.data_parallel_size > 1 and model.device == "cpu"  # all ranks have the leader's memory
+    if engine.host_kv_memory and model.rank_flags and not mapped:
         raise ValueError(
             f"--host-kv-memory: with {model.rank_flags} KV lies in the KV cache alone: leave out one of the two"
         )

@@ -69,30 +69,31 @@ def check_device(name: str) -> None:
 def check_model(path: Path, config: ModelConfig) -> None:
     """Raises ValueError for a model at `path` that cannot be served on the device or over the ranks asked for."""
     layout, ranks = layout_of(config), config.data_parallel_size
-    if config.device != "cpu" and ranks > 1:
-        raise ValueError(f"{config.rank_flags}: ranks share KV in the host's memory, so --device cpu alone")
     check_device(config.device)
-    if layout.ranks > 1:
-        if ranks > 1 or config.enable_expert_parallel:
-            raise ValueError(
-                f"{flags_of(layout)}: ranks share either a model's layers, or with --data-parallel-size and"
-                " --enable-expert-parallel its experts: leave out one of the two"
-            )
-        if config.device == "cpu":
-            check_layout(path, config.dtype, config.quantization, layout)
-        else:
-            check_gpus(config, layout)
-            check_on_devices(path, config.dtype, config.quantization, layout, config.device)
-    if ranks == 1:
-        return
-    if not config.enable_expert_parallel:
+    if (shared := shares_of(config)).ranks > 1 and (ranks > 1 or config.enable_expert_parallel):
+        raise ValueError(
+            f"{flags_of(shared)}: ranks share either a model's layers, or with --data-parallel-size and"
+            " --enable-expert-parallel its experts: leave out one of the two"
+        )
+    if ranks > 1 and not config.enable_expert_parallel:
         raise ValueError(
             f"--data-parallel-size {ranks}: the ranks of a worker share out a mixture of experts, which"
             f" --enable-expert-parallel asks for; for more copies of a model start more workers, --mixed {ranks}"
         )
     eplb = config.eplb()
-    redundant = 0 if eplb is None else eplb.num_redundant_experts
-    check_spread(path, config.dtype, config.quantization, ranks, redundant)
+    if eplb is not None and config.device != "cpu":
+        raise ValueError(
+            f"--enable-eplb with --device {config.device}: experts move through memory that ranks of a CPU share:"
+            " leave out one of the two"
+        )
+    if layout.ranks > 1 and config.device == "cpu":
+        check_layout(path, config.dtype, config.quantization, layout)
+    elif layout.ranks > 1:
+        check_gpus(config, layout)
+        check_on_devices(path, config.dtype, config.quantization, layout, config.device)
+    elif ranks > 1:
+        redundant = 0 if eplb is None else eplb.num_redundant_experts
+        check_spread(path, config.dtype, config.quantization, ranks, redundant)
 
 
 def check_gpus(config: ModelConfig, layout: ParallelLayout) -> None:
@@ -130,7 +131,14 @@ def load_from(path: Path, config: ModelConfig) -> LoadedModel:
 
 
 def layout_of(config: ModelConfig) -> ParallelLayout:
-    """How the ranks of a worker share its model."""
+    """How the ranks of a worker share its model. Of a CPU, ranks that hold experts have no layout (SpreadModel)."""
+    if config.data_parallel_size > 1 and config.device != "cpu":
+        return ParallelLayout(sequence=config.data_parallel_size, spread_experts=True)
+    return shares_of(config)
+
+
+def shares_of(config: ModelConfig) -> ParallelLayout:
+    """How they share its layers."""
     return ParallelLayout(
         tensor=config.tensor_parallel_size,
         pipeline=config.pipeline_parallel_size,

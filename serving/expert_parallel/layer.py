@@ -89,11 +89,12 @@ def one_by_one(slots: Sequence[nn.Module], received: Received, out: Tensor) -> T
             begin, end = end, end + counts[slot]
             if begin < end:
                 rows = slice(begin - first, end - first)
-                out[begin:end] = _of_rows(slots[slot], portion.rows, rows, out.dtype)
+                out[begin:end] = of_rows(slots[slot], portion.rows, rows, out.dtype)
     return out
 
 
-def _of_rows(expert: nn.Module, portion: Rows, rows: slice, dtype: torch.dtype) -> Tensor:
+def of_rows(expert: nn.Module, portion: Rows, rows: slice, dtype: torch.dtype) -> Tensor:
+    """What an expert makes of some of these rows, in `dtype` where they are quantized."""
     if portion.scale is None:
         return few_alike(expert, portion.values[rows])
     return _of_quantized(expert, portion.values[rows], portion.scale[rows], dtype)
@@ -154,7 +155,7 @@ def exchange_shape(model: Decoder, placement: ExpertPlacement, max_tokens: int) 
     if mlp is None or model.spec.moe is None:
         raise ValueError("the model has no experts to spread")
     dtype = model.norm.weight.dtype
-    quantized = all(_takes_int8(expert) for expert in mlp.experts.children())
+    quantized = all(takes_int8(expert) for expert in mlp.experts.children())
     packed = any(isinstance(expert, PackedExpert) for expert in mlp.experts.children())
     return ExchangeShape(
         ranks=len(placement.slots),
@@ -174,7 +175,8 @@ def moe_layers(model: Decoder) -> Iterator[tuple[Layer, MoeMlp]]:
             yield layer, layer.mlp
 
 
-def _takes_int8(expert: nn.Module) -> bool:
+def takes_int8(expert: nn.Module) -> bool:
+    """Whether it quantizes rows before anything else."""
     if isinstance(expert, PackedExpert):
         return expert.wire is torch.int8
     return isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
@@ -185,5 +187,5 @@ def _check(mlp: MoeMlp, placement: ExpertPlacement, shape: ExchangeShape) -> Non
         raise ValueError(f"a placement on {len(placement.slots)} ranks does not fit an exchange of {shape.ranks}")
     if placement.experts != mlp.spec.experts or mlp.spec.top_k != shape.top_k:
         raise ValueError(f"a layer of {mlp.spec.experts} experts does not fit a placement of {placement.experts}")
-    if shape.wire is torch.int8 and not all(_takes_int8(expert) for expert in mlp.experts.children()):
+    if shape.wire is torch.int8 and not all(takes_int8(expert) for expert in mlp.experts.children()):
         raise ValueError("rows travel as int8 to INT8 experts alone: to others they would lose what these compute with")

@@ -74,6 +74,9 @@ class BoundedWaits:
         """Wait until the operation is done. Raises RankLost."""
         self.until(partial(ended, work))
 
+    def wait_on_host(self) -> None:
+        """These do."""
+
     def passed(self) -> tuple[()]:
         """What is finished is done: no device is to pass it."""
         return ()

@@ -10,6 +10,7 @@ from itertools import chain
 
 from torch import nn
 
+from serving.expert_parallel.layer import moe_layers
 from serving.model.decoder import Attention, Decoder, Layer
 from serving.model.gated_mlp import GatedMlp
 from serving.model.mla import MlaAttention
@@ -19,6 +20,7 @@ from serving.model.spec import ModelSpec
 from serving.parallel.joining import ParallelRank
 from serving.parallel.pipeline_parallel import LastStageLogits, ReceivedLogits, ReceivedStates, SentStates
 from serving.parallel.sequence_parallel import AllRows, HeadsToRows, OtherStagesRows, OwnRows, RowsToHeads, StepRows
+from serving.parallel.spread_experts import RowExchange, SpreadMoe, wire_type
 from serving.parallel.tensor_parallel import SummedMoe, VocabularyEmbedding, VocabularyHead, summed
 
 
@@ -92,7 +94,19 @@ def _share_rows(model: Decoder, ranks: ParallelRank) -> None:
             assert isinstance(attention, Attention)
             attention.set_submodule("qkv", RowsToHeads(attention.qkv, _head_columns(spec, ranks), rows))
         attention.set_submodule("o", HeadsToRows(attention.o, widths, rows))
+    if ranks.layout.spread_experts:
+        _spread_experts(model, rows)
     model.set_submodule("norm", (AllRows if ranks.following is None else OtherStagesRows)(model.norm, rows))
+
+
+def _spread_experts(model: Decoder, rows: StepRows) -> None:
+    spec, dtype = model.spec, model.norm.weight.dtype
+    assert spec.moe is not None, "the layout has been checked"
+    sparse = list(moe_layers(model))
+    wire = wire_type((mlp for _, mlp in sparse), dtype)
+    exchange = RowExchange(rows, spec.hidden, spec.moe.top_k, wire, dtype)
+    for layer, mlp in sparse:
+        layer.mlp = SpreadMoe(mlp, exchange)
 
 
 def _head_columns(spec: ModelSpec, ranks: ParallelRank) -> list[list[range]]:

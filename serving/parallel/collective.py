@@ -34,6 +34,9 @@ class Waits(Protocol):
     def finish(self, work: Work) -> None:
         """What follows finds it done."""
 
+    def wait_on_host(self) -> None:
+        """From now on `finish` returns when the operation is done, and raises RankLost where it will not be."""
+
     def passed(self) -> Iterable[Event]:
         """What the device is still to pass of what was finished; each is told once."""
         ...
@@ -78,16 +81,21 @@ class Collective:
             self._run(out, flat, list(came), list(to))
         return out
 
+    def exchange(self, out: Tensor, given: Tensor) -> None:
+        """As many parts of `given` as there are ranks, of one size, to each in turn; theirs into `out`, in turn."""
+        if out.numel():
+            self._run(out.view(-1), given.view(-1), [], [])
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum over ranks, in x's shape and type. Floating point is added in float32, rank 0 first."""
         if self.size == 2 or x.numel() <= GATHERED:
-            return _added(self.gathered(x)).to(x.dtype)
+            return added(self.gathered(x)).to(x.dtype)
         each = -(-x.numel() // self.size)
         flat = x.new_zeros(self.size * each)
         flat[: x.numel()] = x.reshape(-1)
         part = x.new_empty(self.size, each)
         self._run(part.view(-1), flat, [], [])
-        return self.gathered(_added(part).to(x.dtype)).view(-1)[: x.numel()].view(x.shape)
+        return self.gathered(added(part).to(x.dtype)).view(-1)[: x.numel()].view(x.shape)
 
     def largest(self, x: Tensor) -> Tensor:
         """The elementwise maximum over ranks."""
@@ -135,6 +143,10 @@ class Collective:
         """Raises the RankLost that there was, where what follows would not ask: a graph that is replayed does not."""
         self._waits.check()
 
+    def wait_on_host(self) -> None:
+        """As the waits do."""
+        self._waits.wait_on_host()
+
     def passed(self) -> Iterable[Event]:
         """As the waits tell."""
         return self._waits.passed()
@@ -151,7 +163,7 @@ class Collective:
             let_go(held)
 
 
-def _added(parts: Tensor) -> Tensor:
+def added(parts: Tensor) -> Tensor:
     """The sum over the first axis, one after the other: of integers exact, else in float32."""
     total = parts[0].float() if parts.is_floating_point() else parts[0].clone()
     for part in parts[1:]:

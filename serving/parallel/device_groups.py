@@ -7,6 +7,7 @@ It knows no layouts and no models.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import Store, Work
 from serving.expert_parallel.all_to_all import AllToAllGroup
 from serving.expert_parallel.bounded import BoundedStore
 from serving.expert_parallel.exchange import RankLost
-from serving.expert_parallel.waits import BoundedWaits
+from serving.expert_parallel.waits import POLL, BoundedWaits
 from serving.streams import Event, Streams, recorded
 
 # A lost rank is ours to tell: torch's own watch over NCCL would end the process, and its monitor as well.
@@ -41,11 +42,13 @@ class DeviceGroup(AllToAllGroup, Protocol):
 class StreamWaits:
     """Waits of a group on a device (collective.Waits): what is launched behind an operation finds it done.
 
-    The host learns of a lost rank at the end of a step (joining.ParallelRank.finish), and here from then on.
+    The host learns of a lost rank at the end of a step (joining.ParallelRank.finish), and here from then on; or at each
+    operation, once it waits for them.
     """
 
     def __init__(self, bounded: BoundedWaits, streams: Streams) -> None:
         self._bounded, self._streams = bounded, streams
+        self._on_host = False
         self._passing: deque[Event] = deque()  # behind each operation that was launched, in the stream's order
 
     def check(self) -> None:
@@ -58,14 +61,30 @@ class StreamWaits:
         self._bounded.begin(partial(_awaited, work))
         if self._streams.capturing():
             return  # a replay is one thing to wait for, however many operations are in it
+        if self._on_host:
+            self._bounded.until(partial(passed, recorded(self._streams)))
+            return
         while self._passing and self._passing[0].query():
             self._passing.popleft()
         self._passing.append(recorded(self._streams))
+
+    def wait_on_host(self) -> None:
+        self._on_host = True
 
     def passed(self) -> Iterator[Event]:
         """Places of the stream that are to be passed before its end, first to last; asked for one by one."""
         while self._passing:
             yield self._passing.popleft()
+
+
+def passed(place: Event) -> bool:
+    """True once the device has passed it, False after a moment: it spins meanwhile, as at the end of any step."""
+    until = time.monotonic() + POLL.total_seconds()
+    while not place.query():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0)  # other threads may go on
+    return True
 
 
 def _awaited(work: Work) -> Work:

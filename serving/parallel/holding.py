@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.checkpoint.cuts import Cut
+from serving.expert_parallel.layer import moe_layers
 from serving.model.decoder import Attention, Decoder, Layer
 from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.layout import ParallelLayout
@@ -41,6 +42,7 @@ def hold_share(model: Decoder, layout: ParallelLayout, rank: int) -> dict[str, C
     """
     spec = model.spec
     layout.check(spec)
+    _hold_experts(model, layout.experts(spec, rank))
     held = {name: parameter_cut(layout, spec, rank, name) for name, _ in model.named_parameters()}
     layers = layout.layers(spec, rank)
     model.layers = StageLayers((number, model.layers[number]) for number in layers)
@@ -78,6 +80,14 @@ def _covers(cut: Cut, whole: Tensor) -> bool:
     gaps = () if cut.rows is None else zip(cut.rows, cut.rows[1:], strict=False)
     every_row = rows == range(len(whole)) and all(one.stop == other.start for one, other in gaps)
     return every_row and (cut.columns is None or cut.columns == range(whole.shape[1]))
+
+
+def _hold_experts(model: Decoder, held: range) -> None:
+    """Leave mixtures these experts, under the numbers they have in the whole model."""
+    for _, mlp in moe_layers(model):
+        if len(held) < mlp.spec.experts:
+            kept = {str(expert): mlp.experts[expert] for expert in held}
+            mlp.experts = nn.ModuleDict(kept)  # type: ignore[assignment]
 
 
 def _drop_outer(model: Decoder, layout: ParallelLayout, rank: int) -> None:

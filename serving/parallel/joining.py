@@ -23,9 +23,9 @@ from serving.expert_parallel.bounded import Overdue, StoreUnavailable, within
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.meeting import MEETING_SECONDS, exchanged
 from serving.expert_parallel.processes import ProcessWatch
-from serving.expert_parallel.waits import POLL, BoundedWaits
+from serving.expert_parallel.waits import BoundedWaits
 from serving.parallel.collective import Collective
-from serving.parallel.device_groups import StreamWaits, connected_by_nccl
+from serving.parallel.device_groups import StreamWaits, connected_by_nccl, passed
 from serving.parallel.layout import ParallelLayout
 from serving.streams import Event, Streams, recorded, streams_of
 
@@ -144,11 +144,18 @@ class ParallelRank:
         """
         try:
             for place in chain.from_iterable(group.passed() for group in self.groups):
-                self.waits.until(partial(_passed, place))
-            self.waits.until(partial(_passed, step))
+                self.waits.until(partial(passed, place))
+            self.waits.until(partial(passed, step))
         except RankLost:
             self.abort()
             raise
+
+    def wait_on_host(self) -> None:
+        """From now on the host waits for each exchange of a step, as over gloo: what waits for the device in the middle
+        of a step never waits for another rank there, and raises RankLost instead.
+        """
+        for group in self.groups:
+            group.wait_on_host()
 
     def abort(self) -> None:
         """Whatever the device does with others ends, where the library can end it within ABORT_SECONDS.
@@ -185,16 +192,6 @@ def by_nccl(store: Store, rank: int, ranks: int, waits: BoundedWaits) -> Collect
     group = connected_by_nccl(store, rank, ranks, waits.deadline)
     streams = streams_of(torch.device("cuda", torch.cuda.current_device()))
     return Collective(group, ranks, StreamWaits(waits, streams), abort=group.abort)
-
-
-def _passed(step: Event) -> bool:
-    """True once the device has passed it, False after a moment: it spins meanwhile, as at the end of any step."""
-    until = time.monotonic() + POLL.total_seconds()
-    while not step.query():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0)  # other threads may go on
-    return True
 
 
 def _quietly(abort: Callable[[], None]) -> None:

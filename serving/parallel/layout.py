@@ -31,14 +31,18 @@ class ParallelLayout:
 
     Ranks are numbered stage by stage; within a stage by share of the tokens; within that by share of the weights.
     Attention is computed by heads, which `tensor * sequence` ranks share (Ulysses, arXiv 2309.14509): their KV lies as
-    that of so many tensor-parallel ranks.
+    that of so many tensor-parallel ranks. With `spread_experts` each of the ranks that share a step's tokens holds some
+    experts of every mixture, whole.
     """
 
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
+    spread_experts: bool = False
 
     def __post_init__(self) -> None:
+        if self.spread_experts and self.ranks > self.sequence:
+            raise ValueError("spread_experts is for ranks that share the tokens of a step alone")
         for name in ("tensor", "pipeline", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: at least one rank is needed")
@@ -65,6 +69,9 @@ class ParallelLayout:
                     f"{name} is {getattr(self, name)}: {ranks} ranks cannot share {spec.heads} attention heads and"
                     f" {spec.kv_heads} key-value heads evenly"
                 )
+        if self.spread_experts and (spec.moe is None or spec.moe.experts < self.sequence):
+            experts = 0 if spec.moe is None else spec.moe.experts
+            raise ValueError(f"sequence is {self.sequence}: the model has {experts} experts, and each rank holds one")
         for what, width in self._widths(spec).items():
             if width < self.tensor:
                 raise ValueError(f"tensor is {self.tensor}: the model's {what} is {width}")
@@ -144,6 +151,11 @@ class ParallelLayout:
     def width(self, width: int, rank: int) -> range:
         """The part of an MLP's intermediate width that this rank computes."""
         return share(width, self.place(rank).tensor, self.tensor)
+
+    def experts(self, spec: ModelSpec, rank: int) -> range:
+        """The experts of each mixture that this rank holds, in part or whole; none of a dense model."""
+        experts = 0 if spec.moe is None else spec.moe.experts
+        return share(experts, self.place(rank).sequence, self.sequence) if self.spread_experts else range(experts)
 
     def vocabulary(self, spec: ModelSpec, rank: int) -> range:
         """The tokens whose rows of the embedding and of the head this rank holds, where its stage has them."""

@@ -1,4 +1,4 @@
-"""A forward pass of ranks that share a model's weights and have a device each (serving.forward.forward.Forward).
+"""A forward pass of ranks that share a model and have a device each (serving.forward.forward.Forward).
 
 The leader gives all ranks the same batch and launches its own share of it; each writes the KV of its heads where it has
 them. The host waits once a step, at its end: there a lost rank is told of.
@@ -31,7 +31,8 @@ class DeviceForward:
 
     def __init__(self, own: Forward, ranks: GroupOnDevices, spec: ModelSpec) -> None:
         """`spec` is the whole model's."""
-        self.form = f"{own.form} tp{ranks.size}"  # step costs are kept by form
+        form = "ep" if ranks.layout.spread_experts else "tp"
+        self.form = f"{own.form} {form}{ranks.size}"  # step costs are kept by form
         self.own, self.ranks, self.spec = own, ranks, spec
 
     def over(self, planes: Sequence[Planes]) -> Forward:
@@ -77,7 +78,8 @@ class DeviceForward:
             return left()
         told = None if layer_done is None else ToldLayers(layer_done)
         # The leader is in a layer once its sums with all ranks over the layers before are done, and so is their KV.
-        before = None if told is None else told.upto
+        # Where ranks share rows, one without any may be ahead of the others.
+        before = None if told is None or self.ranks.layout.sequence > 1 else told.upto
         with self.ranks.run(pack(come), head=head, launched=before is not None):
             computed = launch(come, before)
         if told is not None:

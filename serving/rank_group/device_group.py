@@ -149,12 +149,15 @@ class GroupOnDevices(LayoutGroup):
         with self.computing(order):
             try:
                 yield
-            except RankLost:
-                raise  # whose exchanges end it
-            except BaseException:
+            except BaseException:  # a lost rank's too, where the host has waited for it
                 self._own.abort()
                 raise
             self.finish()
+
+    def wait_on_host(self) -> None:
+        """From now on this process waits for each exchange of a step: its forward pass waits for its device anyway."""
+        assert self._own is not None, "the ranks have met"
+        self._own.wait_on_host()
 
     def finish(self) -> None:
         """Wait until this rank's device has computed what it was given. Raises RankLost."""

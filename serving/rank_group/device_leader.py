@@ -17,6 +17,7 @@ from serving.config import EngineConfig
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.choose import make_forward
+from serving.forward.forward import EagerForward
 from serving.loader.loading import LoadedModel
 from serving.model.decoder import Planes
 from serving.parallel.layout import ParallelLayout
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOnDevices(LoadedModel):
-    """The leader's share of a model of which each rank has some heads and widths on its own device. `spec` is the
-    whole's.
+    """The leader's share of a model of which each rank has some heads and widths, or some experts, on its own device.
+    `spec` is the whole's.
 
     Close `ranks` when no step runs any more.
     """
@@ -45,7 +46,7 @@ class ModelOnDevices(LoadedModel):
 
 def check_on_devices(path: Path, dtype: str, quantization: str | None, layout: ParallelLayout, device: str) -> None:
     """Raises ValueError, with what to do, for a model or a layout that ranks with a device each cannot share."""
-    if layout.ranks > layout.tensor:
+    if layout.ranks > layout.tensor and not layout.spread_experts:
         raise ValueError(
             f"{flags_of(layout)} with --device {device}: on devices ranks share weights alone: choose"
             f" --tensor-parallel-size {layout.ranks}, or --device cpu"
@@ -88,7 +89,10 @@ def join_devices(
     try:
         ranks.meet(lambda store: connect(model, layout, LEADER, store, ranks.deadline))
         own = ranks.make_forward(orders, lambda: make_forward(shared, planes, config, max_position))
+        if isinstance(own, EagerForward):
+            ranks.wait_on_host()
     except (RankLost, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
-    log.info("the model is shared by %d ranks on %s devices", ranks.size, torch.device(ranks.device).type)
+    what = "experts are" if layout.spread_experts else "model is"
+    log.info("the %s shared by %d ranks on %s devices", what, ranks.size, torch.device(ranks.device).type)
     return DeviceForward(own, ranks, shared.spec)

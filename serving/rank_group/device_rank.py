@@ -22,7 +22,7 @@ from serving.device_memory import CudaMemory
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import RankLost
 from serving.forward.choose import make_forward
-from serving.forward.forward import Forward
+from serving.forward.forward import EagerForward, Forward
 from serving.loader.loading import LoadedModel
 from serving.parallel.joining import ParallelRank
 from serving.rank_group.beside import serve_lane
@@ -77,6 +77,8 @@ class DeviceRank:
         try:
             self.kv = order.keep(self.device)
             self.forward = make_forward(self.loaded, self.kv.planes, order.config, order.max_position)
+            if isinstance(self.forward, EagerForward):
+                self.ranks.wait_on_host()  # its attention waits for the device in every layer
         except (ValueError, torch.OutOfMemoryError) as error:
             return Ready(error=str(error))
         return Ready()
@@ -84,7 +86,11 @@ class DeviceRank:
     @torch.inference_mode()
     def run(self, step: RunOnDevice) -> LayoutDone:
         assert self.forward is not None, "MakeForward comes first"
-        compute(self.forward, unpack(step.batch, self.device), head=step.head, launched=step.launched)
+        try:
+            compute(self.forward, unpack(step.batch, self.device), head=step.head, launched=step.launched)
+        except RankLost:
+            self.ranks.abort()
+            raise
         self._finish()
         return LayoutDone(step.number, NO_ROWS, self.ranks.bytes_sent)
 

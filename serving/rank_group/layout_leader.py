@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_group import LayoutGroup
 from serving.rank_group.layout_rank import connect, load_layout_share
 from serving.rank_group.loading import load_together
-from serving.rank_group.share import LEADER
+from serving.rank_group.share import LEADER, refuse_dense
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ FLAGS = {
     "pipeline": "--pipeline-parallel-size",
     "sequence": "--prefill-context-parallel-size",
 }
+SPREAD = "--data-parallel-size"  # of ranks that share a step's rows, and hold some experts each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,26 +50,39 @@ class DividedModel(LoadedModel):
 
 def flags_of(layout: ParallelLayout) -> str:
     """How the layout is asked for."""
-    return " ".join(f"{flag} {getattr(layout, form)}" for form, flag in FLAGS.items() if getattr(layout, form) > 1)
+    flags = _flags(layout)
+    return " ".join(f"{flag} {getattr(layout, form)}" for form, flag in flags.items() if getattr(layout, form) > 1)
+
+
+def _flags(layout: ParallelLayout) -> dict[str, str]:
+    return FLAGS | ({"sequence": SPREAD} if layout.spread_experts else {})
 
 
 def check_layout(path: Path, dtype: str, quantization: str | None, layout: ParallelLayout) -> None:
     """Raises ValueError, with what to do, for a model at `path` that ranks of this layout cannot share."""
     spec, checkpoint, _ = open_checkpoint(path)
-    fitting = ParallelLayout()
-    for form, flag in FLAGS.items():
+    if layout.spread_experts:
+        refuse_dense(spec, layout.ranks)
+    fitting = ParallelLayout(spread_experts=layout.spread_experts)
+    for form, flag in _flags(layout).items():
         asked = getattr(layout, form)
-        if (reason := _unfit(replace(fitting, **{form: asked}), spec)) is not None:
+        if (reason := _unfit(_asked(fitting, form, asked), spec)) is not None:
             sizes = range(min(asked, max(spec.layers, spec.heads)), 0, -1)
-            most = next(one for one in sizes if _unfit(replace(fitting, **{form: one}), spec) is None)
+            most = next(one for one in sizes if _unfit(_asked(fitting, form, one), spec) is None)
             raise ValueError(f"{flag} {asked}: {reason.partition(': ')[2]}; choose {most} or less")
-        fitting = replace(fitting, **{form: asked})
+        fitting = _asked(fitting, form, asked)
     refuse_rotations(path)
     if quantization == "int8" and not checkpoint.int8_names:
         raise ValueError(
             f"--quantization int8: {layout.ranks} ranks load parts of the model, which cannot be quantized then; write"
             " it in INT8 with `millrace quantize` first, and serve that"
         )
+
+
+def _asked(layout: ParallelLayout, form: str, ranks: int) -> ParallelLayout:
+    """The layout with so many ranks in this form."""
+    sizes: dict[str, Any] = {form: ranks}
+    return replace(layout, **sizes)
 
 
 def _unfit(layout: ParallelLayout, spec: ModelSpec) -> str | None:

@@ -27,7 +27,7 @@ from serving.rank_group.loading import load_together
 from serving.rank_group.member import EpochMember, loader_of
 from serving.rank_group.messages import Balancing, CompiledForm
 from serving.rank_group.ranks import RankGroup
-from serving.rank_group.share import LEADER, even_placements, load_share
+from serving.rank_group.share import LEADER, even_placements, load_share, refuse_dense
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,8 @@ def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int, r
     `redundant` experts are held once more than the others.
     """
     spec, checkpoint, own_dtype = open_checkpoint(path)
-    if spec.moe is None:
-        raise ValueError(
-            f"--data-parallel-size {ranks}: {spec.architecture} has no experts to spread over ranks; more workers,"
-            f" --mixed {ranks}, serve more copies of a dense model"
-        )
+    refuse_dense(spec, ranks)
+    assert spec.moe is not None
     if ranks > spec.moe.experts:
         raise ValueError(
             f"--data-parallel-size {ranks}: of {spec.moe.experts} experts each rank holds one at least; choose"

@@ -33,6 +33,15 @@ def even_placements(spec: ModelSpec, ranks: int, redundant: int = 0) -> Placemen
     return (placement,) * sum(spec.moe.sparse)
 
 
+def refuse_dense(spec: ModelSpec, ranks: int) -> None:
+    """Raises ValueError for a model that has no experts to spread over so many ranks."""
+    if spec.moe is None:
+        raise ValueError(
+            f"--data-parallel-size {ranks}: {spec.architecture} has no experts to spread over ranks; more workers,"
+            f" --mixed {ranks}, serve more copies of a dense model"
+        )
+
+
 def load_share(
     path: Path, dtype: str, rank: int, ranks: int, redundant: int = 0, quantization: str | None = None
 ) -> LoadedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,10 +67,11 @@ def test_workers_that_share_a_gpu_have_kv_of_a_size(monkeypatch: pytest.MonkeyPa
     assert not any("--kv-cache-memory" in spec.arguments for spec in on_cpus)
 
 
-def test_a_worker_of_several_ranks_has_a_gpu_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=str)
+def test_a_worker_of_several_ranks_has_a_gpu_for_each(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "4,5,6,7,8")
     [group] = groups((Role.MIXED, 2, "cuda"))
-    wide = replace(group.settings, model_config=ModelConfig(device="cuda", tensor_parallel_size=2))
+    wide = replace(group.settings, model_config=ModelConfig(device="cuda", **sizes))
     made = [replace(group, settings=wide), *groups((Role.MIXED, 1, "cuda:0"))]
     specs = child_specs(Path("m"), made, "r:1")
     assert [spec.environ[VISIBLE] for spec in specs] == ["5,6", "7,8", "4"]

@@ -124,3 +124,25 @@ def test_one_head_is_kept_by_several() -> None:
 def test_a_module_that_is_not_known_is_not_taken_for_whole() -> None:
     with pytest.raises(ValueError, match=r"share attention\.sinks"):
         parameter_cut(ParallelLayout(tensor=2), SPEC, 0, "layers.0.attention.sinks.weight")
+
+
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_each_expert_is_held_whole_by_one_rank(ranks: int, experts: int) -> None:
+    moe = MoeSpec(experts=experts, top_k=1, intermediate=8, sparse=(True,) * SPEC.layers)
+    spec = replace(SPEC, heads=ranks, kv_heads=ranks, moe=moe)
+    layout = ParallelLayout(sequence=ranks, spread_experts=True)
+    if experts < ranks:
+        with pytest.raises(ValueError, match=f"^sequence is {ranks}: the model has {experts} experts"):
+            layout.check(spec)
+        return
+    layout.check(spec)
+    held = [layout.experts(spec, rank) for rank in range(ranks)]
+    assert [expert for one in held for expert in one] == list(range(experts)) and all(held)
+    assert all(layout.rank_spec(spec, rank).moe == moe for rank in range(ranks))
+
+
+def test_experts_are_spread_over_ranks_that_share_tokens_alone() -> None:
+    with pytest.raises(ValueError, match=r"^spread_experts"):
+        ParallelLayout(tensor=2, sequence=2, spread_experts=True)
+    with pytest.raises(ValueError, match="0 experts"):
+        ParallelLayout(sequence=2, spread_experts=True).check(SPEC)

@@ -23,11 +23,13 @@ PROMPTS = [[random.Random(length).randrange(VOCAB) for _ in range(length)] for l
 TP2, SP2, PP2 = ParallelLayout(tensor=2), ParallelLayout(sequence=2), ParallelLayout(pipeline=2)
 TP4, SP4, TP2_SP2 = ParallelLayout(tensor=4), ParallelLayout(sequence=4), ParallelLayout(tensor=2, sequence=2)
 TP2_PP2, SP2_PP2 = ParallelLayout(tensor=2, pipeline=2), ParallelLayout(sequence=2, pipeline=2)
+EP2, EP4 = (ParallelLayout(sequence=ranks, spread_experts=True) for ranks in (2, 4))
 Case = tuple[str, ParallelLayout]
 FEW: tuple[Case, ...] = (
     *((name, TP2) for name in ("llama3", "gpt2", "mixtral", "qwen3_int8", "gemma3", "gpt_oss")),
     *((name, SP2) for name in ("llama3", "deepseek_v3_plain")),
     *((name, PP2) for name in ("qwen3", "gpt2", "gemma3")),
+    *((name, EP2) for name in ("mixtral", "mixtral_int8", "deepseek_v3_plain")),
 )
 MANY: tuple[Case, ...] = (
     *((name, TP2) for name in ("qwen3", "opt", "mixtral_int8", "gpt_oss_int8")),
@@ -38,6 +40,8 @@ MANY: tuple[Case, ...] = (
     *((name, TP2_SP2) for name in ("mixtral", "deepseek_v2_lite")),
     *((name, TP2_PP2) for name in ("qwen3", "opt")),
     *((name, layout) for name in ("llama3",) for layout in (SP4, SP2_PP2)),
+    *((name, EP2) for name in ("gpt_oss", "gpt_oss_int8", "deepseek_v2_lite")),
+    *((name, EP4) for name in ("mixtral", "deepseek_v3_plain")),  # five experts, and as many as rows have in a step
 )
 
 

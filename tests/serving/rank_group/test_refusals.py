@@ -16,16 +16,9 @@ from tests.serving.model.oracle import build, configs, save
 from tests.tiny import tiny_llama
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({}, r"--enable-expert-parallel asks for.*--mixed 2"),
-        ({"enable_expert_parallel": True, "device": "cuda"}, "--device cpu alone"),
-    ],
-)
-def test_what_ranks_are_not_for_is_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=told):
-        check_model(tmp_path, ModelConfig(data_parallel_size=2, **settings))
+def test_ranks_that_copy_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--enable-expert-parallel asks for.*--mixed 2"):
+        check_model(tmp_path, ModelConfig(data_parallel_size=2))
 
 
 def test_a_dense_model_is_refused_by_router_and_worker(tmp_path: Path) -> None:
@@ -142,6 +135,34 @@ def test_what_ranks_cannot_do_is_refused_before_one_is_started(
             check(mixtral, config)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "settings", "told"),
+    [
+        (1, {}, "--data-parallel-size 2 with --device cuda: each rank has a GPU of its own, and this worker sees 1"),
+        (2, {"device": "cuda:1"}, "cuda:1: each rank has a GPU of its own.*name no single"),
+        (8, {"data_parallel_size": 3}, "-parallel-size 3: 3 ranks cannot share 4 attention heads.*choose 2 or less"),
+        (2, {"enable_expert_parallel": False}, r"--enable-expert-parallel asks for.*--mixed 2"),
+        (4, {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: ranks share either.*leave out one of the two"),
+        (2, {"enable_eplb": True}, "--enable-eplb with --device cuda: experts move through.*leave out one of the two"),
+        (2, {"quantization": "int8"}, "millrace quantize"),
+    ],
+)
+def test_what_ranks_with_experts_on_gpus_cannot_do_is_refused_before_one_is_started(
+    gpus: int, settings: dict[str, Any], told: str, mixtral: Path, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_leader, "GroupOnDevices", _not_to_be_started)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    asked = {"device": "cuda", "data_parallel_size": 2, "enable_expert_parallel": True}
+    for check in (check_model, load_from):
+        with pytest.raises(ValueError, match=told):
+            check(mixtral, ModelConfig(**(asked | settings)))
+    if gpus > 1:
+        check_model(mixtral, ModelConfig(**asked))
+        with pytest.raises(ValueError, match=r"--data-parallel-size 2: llama has no experts to spread.*--mixed 2"):
+            check_model(dense, ModelConfig(**asked))
+
+
 def _not_to_be_started(*_: object, **__: object) -> None:
     raise AssertionError("processes are started")
 
@@ -185,6 +206,10 @@ def test_ranks_that_share_layers_compute_by_torch_alone(
     ("arguments", "told"),
     [
         (["serve", "-tp", "2", "--host-kv-memory", "1GiB"], "--host-kv-memory: with --tensor-parallel-size 2"),
+        (
+            ["mixed", "--device", "cuda", "--data-parallel-size", "2", "--host-kv-memory", "1GiB"],
+            "--host-kv-memory: with --data-parallel-size 2 KV lies in the KV cache alone",
+        ),
         (["decode", "--decode-tensor-parallel-size", "2", "--kernels", "compiled"], "--kernels auto"),
         (["serve", "--prefill-tensor-parallel-size", "2"], "for prefill workers, of which none are started"),
         (["serve", "--mixed", "1", "--decode-pipeline-parallel-size", "2"], "for decode workers, of which none"),
