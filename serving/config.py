@@ -86,8 +86,8 @@ class ModelConfig:
     )
     rank_timeout: float = option(
         10.0,
-        "seconds a rank may keep the others waiting in a step, until it is given up (and, where ranks hold experts,"
-        " started again)",
+        "seconds a rank may keep the others waiting in a step, until it is given up (and, where ranks hold experts on a"
+        " CPU, started again)",
         least=0.01,
         most=3600,
     )

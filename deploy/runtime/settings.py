@@ -77,7 +77,8 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
     if engine.attention_backend != "auto" and (model.device == "cpu" or engine.kernels == "torch"):
         why = "--device is cpu, and it computes on CUDA alone" if model.device == "cpu" else "--kernels torch attends"
         raise ValueError(f"--attention-backend {engine.attention_backend}: {why}; choose --attention-backend auto")
-    if model.rank_flags and model.device == "cpu" and model.data_parallel_size == 1:
+    spreads = model.data_parallel_size > 1
+    if model.rank_flags and spreads != (model.device == "cpu"):  # the others have kernels
         check_kernels(engine, model.rank_flags)
     model.eplb()  # wrong words are told before anything is loaded
 

@@ -182,6 +182,16 @@ def takes_int8(expert: nn.Module) -> bool:
     return isinstance(expert, GatedMlp) and isinstance(expert.gate_up, QuantizedLinear)
 
 
+def check_alike(model: Decoder) -> None:
+    """Raises ValueError where only some experts of a layer are INT8: rows travel to all of them in one type."""
+    for number, (_, mlp) in enumerate(moe_layers(model)):
+        if len({takes_int8(expert) for expert in mlp.experts.children()}) > 1:
+            raise ValueError(
+                f"some experts of MoE layer {number} are INT8 and others are not, and ranks send rows to all of them in"
+                " one type: quantize all experts of a layer, or none, or serve the model without ranks"
+            )
+
+
 def _check(mlp: MoeMlp, placement: ExpertPlacement, shape: ExchangeShape) -> None:
     if (len(placement.slots), len(placement.slots[0])) != (shape.ranks, shape.slots):
         raise ValueError(f"a placement on {len(placement.slots)} ranks does not fit an exchange of {shape.ranks}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.checkpoint.cuts import Cut
-from serving.expert_parallel.layer import moe_layers
+from serving.expert_parallel.layer import check_alike, moe_layers
 from serving.model.decoder import Attention, Decoder, Layer
 from serving.model.quantized_linear import QuantizedLinear
 from serving.parallel.layout import ParallelLayout
@@ -42,6 +42,8 @@ def hold_share(model: Decoder, layout: ParallelLayout, rank: int) -> dict[str, C
     """
     spec = model.spec
     layout.check(spec)
+    if layout.spread_experts:
+        check_alike(model)
     _hold_experts(model, layout.experts(spec, rank))
     held = {name: parameter_cut(layout, spec, rank, name) for name, _ in model.named_parameters()}
     layers = layout.layers(spec, rank)

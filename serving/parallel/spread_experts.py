@@ -123,7 +123,7 @@ def made(experts: Mapping[str, nn.Module], routed: RoutedRows, dtype: torch.dtyp
 
     A row's are added in the order of the experts here, whatever other rows there are.
     """
-    top_k, of_pairs = routed.experts.shape[1], routed.experts.flatten()
+    top_k, of_pairs, weights = routed.experts.shape[1], routed.experts.flatten(), routed.weights.flatten()
     order = of_pairs.argsort(stable=True)
     numbers = torch.arange(max(map(int, experts)) + 2, dtype=torch.int32, device=of_pairs.device)
     ends = torch.searchsorted(of_pairs[order], numbers).tolist()  # the first pair of each expert, and of what follows
@@ -134,10 +134,13 @@ def made(experts: Mapping[str, nn.Module], routed: RoutedRows, dtype: torch.dtyp
             at, scale = pairs // top_k, routed.rows.scale
             taken = Rows(routed.rows.values[at], None if scale is None else scale[at])
             out = of_rows(expert, taken, slice(None), dtype).float()
-            total_NH[at] += out * routed.weights.flatten()[pairs, None]
+            total_NH[at] += out * weights[pairs, None]
     return total_NH
 
 
 def wire_type(mixtures: Iterable[MoeMlp], dtype: torch.dtype) -> torch.dtype:
-    """int8 where all experts would make the same integers of a row themselves, else the model's own type."""
+    """int8 where all experts would make the same integers of a row themselves, else the model's own type.
+
+    The same on all ranks, since the experts of a layer are alike (layer.check_alike).
+    """
     return torch.int8 if all(takes_int8(one) for mlp in mixtures for one in mlp.experts.children()) else dtype

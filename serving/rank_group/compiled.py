@@ -88,7 +88,7 @@ class CompiledComputing:
 
     def __init__(self, model: Decoder, kernels: cpu.Kernels, form: CompiledForm, *, leads: bool) -> None:
         """Raises ValueError where experts are sent rows of another type."""
-        self.form = f"cpu-{kernels.form}"
+        self.form, self._leads = f"cpu-{kernels.form}", leads
         self.model, self.kernels = model, kernels
         self._wire: torch.dtype = getattr(torch, form.wire)
         self._make = decoder_of(model, kernels, form.max_position, releases=True, has_head=leads)
@@ -114,6 +114,7 @@ class CompiledComputing:
         return packed
 
     def placed(self) -> None:
+        self._head = None  # or it would keep the experts there were
         for layer in range(len(self.numbers)):
             self._take(layer)
         for steps in self._steps:
@@ -152,7 +153,8 @@ class CompiledComputing:
     def decoder(self, planes: Sequence[Planes]) -> cpu.CpuDecoder:
         """Of the experts that are placed now."""
         made = self._make(layers=self.layers, kv=[cpu.KvPlanes(*layer) for layer in planes])
-        self._head = made
+        if self._leads:
+            self._head = made
         return made
 
     def new_rows(self, count: int) -> Tensor:
@@ -177,15 +179,15 @@ class CompiledComputing:
         return Sampler(CpuSampling(self.kernels))
 
     def _of_rows(self, rows: Tensor, output: cpu.StepOutput, kept: Mapping[int, Tensor] | None = None) -> Tensor:
-        assert self._head is not None, "rows come from steps"
-        return self._head.head_step(rows, output, kept=kept)
+        head = self._head or self.decoder(self._steps[0].planes)  # a first step may have left before any decoder
+        return head.head_step(rows, output, kept=kept)
 
 
 class CompiledSteps:
     """Over some planes. Its decoder is made once experts are placed, and changed as they move."""
 
     def __init__(self, computing: CompiledComputing, planes: Sequence[Planes]) -> None:
-        self._computing, self._planes = computing, planes
+        self._computing, self.planes = computing, planes
         self._decoder: cpu.CpuDecoder | None = None
         self._progress = StepProgress()
 
@@ -222,7 +224,7 @@ class CompiledSteps:
     def _ready(self) -> cpu.CpuDecoder:
         self._computing.check()
         if self._decoder is None:
-            self._decoder = self._computing.decoder(self._planes)
+            self._decoder = self._computing.decoder(self.planes)
         return self._decoder
 
 

@@ -72,6 +72,8 @@ def check_layout(path: Path, dtype: str, quantization: str | None, layout: Paral
             raise ValueError(f"{flag} {asked}: {reason.partition(': ')[2]}; choose {most} or less")
         fitting = _asked(fitting, form, asked)
     refuse_rotations(path)
+    if checkpoint.float8:
+        raise ValueError(f"{flags_of(layout)}: ranks share no FP8 weights: use a checkpoint in BF16 or INT8")
     if quantization == "int8" and not checkpoint.int8_names:
         raise ValueError(
             f"--quantization int8: {layout.ranks} ranks load parts of the model, which cannot be quantized then; write"

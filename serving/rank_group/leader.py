@@ -65,6 +65,8 @@ def check_spread(path: Path, dtype: str, quantization: str | None, ranks: int, r
             f"--data-parallel-size {ranks}: rows do not travel between ranks in {computed_in}; choose --dtype bfloat16"
             " or --dtype float32"
         )
+    if checkpoint.float8:
+        raise ValueError(f"--data-parallel-size {ranks}: ranks share no FP8 weights: use a checkpoint in BF16 or INT8")
     if quantization == "int8" and not checkpoint.int8_names:
         raise ValueError(
             f"--quantization int8: {ranks} ranks load parts of the model, which cannot be quantized then; write it in"

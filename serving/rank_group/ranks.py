@@ -173,7 +173,7 @@ class RankGroup:
         other.ask(order, MEETING_SECONDS)
 
     def _mapped(self, other: RankProcess) -> None:
-        word = other.answer(KVMapped, MEETING_SECONDS)
+        word = other.answer(KVMapped, LOAD_SECONDS)  # it packs its share, if kernels compute it
         if word.error is not None:
             raise ValueError(f"rank {other.rank}: {word.error}")
 

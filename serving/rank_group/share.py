@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from serving.expert_parallel.layer import hold_experts
+from serving.expert_parallel.layer import check_alike, hold_experts
 from serving.expert_parallel.surviving import Placements
 from serving.loader.loading import LoadedModel, load
 from serving.model.decoder import Decoder
@@ -46,14 +46,16 @@ def load_share(
     path: Path, dtype: str, rank: int, ranks: int, redundant: int = 0, quantization: str | None = None
 ) -> LoadedModel:
     """The model at `path` with the experts of this rank. Raises ValueError as `load` does."""
-    layout = partial(_hold_share, rank=rank, ranks=ranks, redundant=redundant)
+    layout = partial(hold_spread, rank=rank, ranks=ranks, redundant=redundant)
     loaded = load(path, dtype, quantization=quantization, layout=layout)
     if rank != LEADER:
         _without_head(loaded.model)  # a tied one is made anew by loading
     return loaded
 
 
-def _hold_share(model: Decoder, rank: int, ranks: int, redundant: int) -> None:
+def hold_spread(model: Decoder, rank: int, ranks: int, redundant: int) -> None:
+    """Take off `model`, in place, the experts of other ranks. Raises ValueError for experts that are not alike."""
+    check_alike(model)
     hold_experts(model, even_placements(model.spec, ranks, redundant), rank)
     if rank != LEADER and not model.spec.tied_embeddings:
         _without_head(model)

@@ -116,7 +116,7 @@ void join_parts(const KvPlanes& kv, const float* parts, long stride, long chunks
     for (long d = 0; d < dim; ++d) acc[d] = 0.0f;
     for (long c = 0; c < chunks; ++c) {
         const float* part = parts + c * stride;
-        if (!(part[dim] > -__builtin_inff())) continue;  // nothing visible
+        if (part[dim] == -__builtin_inff()) continue;  // nothing visible
         const Factors factors = join({splat(part[dim]), splat(part[dim + 1])}, running);
         join_values(part, factors.keep[0], factors.add[0], dim, acc);
     }

@@ -8,6 +8,7 @@
 
 #include "screen.h"
 #include "spread_experts.h"
+#include "tokens.h"
 
 namespace {
 
@@ -105,15 +106,7 @@ struct Step {
     // ---- rows -------------------------------------------------------------------------------------------------------
 
     void embed(long row0, long row1) const {
-        const long n = model.hidden;
-        for (long row = row0; row < row1; ++row) {
-            const long at = batch.tokens[row] * n;
-            float* out = x_row(row);
-            const float* wide = static_cast<const float*>(model.embedding) + at;
-            const uint16_t* narrow = static_cast<const uint16_t*>(model.embedding) + at;
-            const bool is_wide = model.embedding_kind == KIND_F32;
-            for (long i = 0; i < n; ++i) out[i] = is_wide ? wide[i] : from_bf16(narrow[i]);
-        }
+        for (long row = row0; row < row1; ++row) embed_token(model, batch.tokens[row], x_row(row));
     }
 
     // Rows of x, normed, as input of `next`; `base` is the batch row that row 0 of `a` stands for.
@@ -187,17 +180,6 @@ struct Step {
         }
     }
 
-    // From the first to the last of rows [row0, row1) whose output of the last layer is read; KV of all of them is
-    // written by then. None where first >= last.
-    Span wanted(long row0, long row1) const {
-        Span rows = {row1, row0};
-        for (long i = 0; i < batch.logits_count; ++i) {
-            const long row = batch.logits_rows[i];
-            if (row >= row0 && row < row1) rows = {least(rows.first, row), most(rows.last, row + 1)};
-        }
-        return rows;
-    }
-
     // False where the step left at the barrier, as layer_by_panels.
     bool by_rows(int thread) {
         ThreadScratch& s = local[thread];
@@ -206,7 +188,7 @@ struct Step {
             for (long taken = next(counters + index); taken < blocks; taken = next(counters + index)) {
                 const long row0 = (blocks - 1 - taken) * block_rows;
                 const long row1 = least(row0 + block_rows, batch.tokens_count);
-                const Span rows = index == model.layers ? wanted(row0, row1) : Span{row0, row1};
+                const Span rows = index == model.layers ? wanted(batch, row0, row1) : Span{row0, row1};
                 if (rows.first < rows.last) compute_block(index, rows.first, rows.last, s);
             }
             team_barrier(team);
@@ -367,15 +349,7 @@ struct Step {
             screened_panels(a, rows, target, thread);
         else
             panels(model.head, a, rows, target, thread);
-        if (thread != 0 || !results.greedy) return;
-        for (long i = 0; i < rows; ++i) {
-            Best best = local[0].best[i];
-            for (int t = 1; t < threads; ++t)
-                if (local[t].best[i].value > best.value) best = local[t].best[i];
-            // no score above -inf, or one beyond all numbers: the caller must not take id 0 for a choice
-            const bool finite = best.value > -__builtin_inff() && best.value < __builtin_inff();
-            results.greedy[i] = finite ? best.token : -1;
-        }
+        if (thread == 0 && results.greedy) choose_best(local, threads, rows, results.greedy);
     }
 
     void hidden(int thread) {

@@ -130,7 +130,7 @@ INLINE void take_parts(const HeadRows& h, const Weights& weights, long dim, Atte
     store(keep, factors.keep);
     store(add, factors.add);
     for (long r = 0; r < h.rows; ++r)
-        if (top[r] > -__builtin_inff()) join_values(part + r * dim, keep[r], add[r], dim, s.acc + (h.at + r) * dim);
+        if (top[r] != -__builtin_inff()) join_values(part + r * dim, keep[r], add[r], dim, s.acc + (h.at + r) * dim);
 }
 
 // So many rows of a head multiply the values where they lie: one tile has them all, and whole panels of dimensions.

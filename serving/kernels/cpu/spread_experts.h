@@ -16,7 +16,7 @@ constexpr long SPREAD_ROWS = 512;  // of those received, which are computed toge
 
 // What thread 0 finds out for all.
 struct SpreadState {
-    bool lost;
+    bool lost, unreturned;              // a rank is, before rows are here and before results are: each is written once
     int counters[2];
     long received;                      // N
     const uint8_t* const* rows;         // [N] encoded, in the segments of their senders
@@ -69,12 +69,12 @@ struct SpreadTeam {
         if (state->lost) return false;
         compute(e, thread, s);
         if (thread == 0) {
-            state->lost = millrace_exchange_begin_combine(exchange, state->results, KIND_F32) < 0;
-            if (!state->lost) state->parts = millrace_exchange_arrived(exchange);
-            state->lost = state->lost || !state->parts;
+            const bool begun = millrace_exchange_begin_combine(exchange, state->results, KIND_F32) >= 0;
+            state->parts = begun ? millrace_exchange_arrived(exchange) : nullptr;
+            state->unreturned = !state->parts;
         }
         team_barrier(team.team);
-        if (state->lost) return false;
+        if (state->unreturned) return false;
         team.combine(tokens, thread, x,
                      [&](long choice) { return reinterpret_cast<const float*>(state->parts[choice]); });
         team_barrier(team.team);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,17 @@ import torch
 
 from serving.checkpoint.checkpoint import SafetensorsFolder
 from serving.expert_parallel.exchange import ExchangeShape
-from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts
+from serving.expert_parallel.layer import apply_expert_parallel, exchange_shape, hold_experts, moe_layers
 from serving.expert_parallel.local import LocalExchange
 from serving.loader.loading import load
 from serving.model.decoder import Decoder
 from serving.model.expert_balance import ExpertPlacement
+from serving.parallel.holding import hold_share
+from serving.parallel.layout import ParallelLayout
 from serving.quantization.apply import apply_scales, find_scales
 from serving.quantization.folder import write_model
 from serving.quantization.scheme import Int8Scheme
+from serving.rank_group.share import hold_spread
 from tests.serving.expert_parallel.ranks import Ranks
 from tests.serving.expert_parallel.served import greedy, placements, serve_rank
 from tests.serving.model.oracle import VOCAB, build, configs, save
@@ -39,6 +43,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     apply_scales(model, scheme, find_scales(model, scheme, None))
     write_model(model, json.loads((found["mixtral"] / "config.json").read_text()), out)
     return found | {"mixtral_int8": out}
+
+
+@pytest.mark.parametrize("expert", [0, -1])
+def test_a_layer_with_some_experts_in_int8_is_refused_on_every_rank(folders: dict[str, Path], expert: int) -> None:
+    layout = ParallelLayout(sequence=2, spread_experts=True)
+    for hold in (partial(hold_share, layout=layout), partial(hold_spread, ranks=2, redundant=0)):
+        for rank in range(2):
+            model, wide = (load(folders[name], "float32").model for name in ("mixtral_int8", "mixtral"))
+            (_, mlp), (_, other) = list(moe_layers(model))[-1], list(moe_layers(wide))[-1]
+            mlp.experts[expert] = other.experts[expert]
+            with pytest.raises(
+                ValueError, match=r"some experts of MoE layer .* quantize all experts of a layer, or none"
+            ):
+                hold(model, rank=rank)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from deploy.cli import main
 from deploy.worker.model_cache import check_model, load_from
+from serving.checkpoint.checkpoint import SafetensorsFolder
 from serving.config import ModelConfig
 from serving.rank_group import device_leader, layout_leader, leader
 from tests.serving.model.oracle import build, configs, save
@@ -163,6 +164,20 @@ def test_what_ranks_with_experts_on_gpus_cannot_do_is_refused_before_one_is_star
             check_model(dense, ModelConfig(**asked))
 
 
+@pytest.mark.parametrize(
+    "flags", [{"data_parallel_size": 2, "enable_expert_parallel": True}, {"pipeline_parallel_size": 2}]
+)
+def test_a_folder_of_fp8_is_refused_before_a_rank_is_started(
+    flags: dict[str, Any], mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, group in ((leader, "RankGroup"), (layout_leader, "LayoutGroup")):
+        monkeypatch.setattr(module, group, _not_to_be_started)
+    monkeypatch.setattr(SafetensorsFolder, "float8", True)
+    for check in (check_model, load_from):
+        with pytest.raises(ValueError, match=r"--\w+-parallel-size 2: ranks share no FP8 weights"):
+            check(mixtral, ModelConfig(**flags))
+
+
 def _not_to_be_started(*_: object, **__: object) -> None:
     raise AssertionError("processes are started")
 
@@ -194,8 +209,16 @@ def test_settings_that_clash_are_refused_before_a_model_is_looked_for(
     ("flags", "told"),
     [(["--kernels", "compiled"], "--kernels auto"), (["--deterministic"], "leave out one of the two")],
 )
-@pytest.mark.parametrize("ranks", [["-tp", "2"], ["-pp", "2"]], ids=" ".join)
-def test_ranks_that_share_layers_compute_by_torch_alone(
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ["-tp", "2"],
+        ["-pp", "2"],
+        ["--data-parallel-size", "2", "--enable-expert-parallel", "--device", "cuda"],
+    ],
+    ids=" ".join,
+)
+def test_ranks_that_share_layers_or_have_gpus_for_experts_compute_by_torch_alone(
     ranks: list[str], flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "no such model", *ranks, *flags]) == 2

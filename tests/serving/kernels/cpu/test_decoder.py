@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -187,3 +188,19 @@ def test_mistakes_are_named(kernels: cpu.Kernels) -> None:
     small.planes.pop()
     with pytest.raises(ValueError, match="2 layers of weights and 1"):
         small.build(kernels)
+
+
+@pytest.mark.parametrize("rows", [range(1281), [0, 1280]], ids=["all", "two"])
+def test_more_threads_than_blocks_of_rows_have_the_bits_of_one(rows: Sequence[int]) -> None:
+    """Blocks are as many as threads or a multiple: the last ones may begin past the batch, and have no rows."""
+    small, found = SmallDecoder(kind=Kind.INT8, kv_kind=Kind.BF16, blocks=82, positions=1296), []
+    prompt = [(7 * i + i // 90) % 100 for i in range(1281)]
+    batch = RaggedBatch.build(
+        tokens=[prompt], starts=[0], block_tables=[list(range(81))], block_size=16, logits_rows=rows
+    )
+    for threads in (1, 40):
+        kernels = cpu.load(threads=threads)
+        assert kernels is not None
+        found.append(logits_of(small.build(kernels), batch).clone())
+        kernels.close()
+    assert found[1].isfinite().all() and torch.equal(*found)

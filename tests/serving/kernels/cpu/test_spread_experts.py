@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 import torch
 from torch import Tensor
 
-from serving.expert_parallel.exchange import ExchangeShape, RankLost
+from serving.expert_parallel.exchange import ExchangeShape, RankLost, Rows
 from serving.expert_parallel.physical import PhysicalExperts
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.kernels import cpu
@@ -27,6 +28,7 @@ HIDDEN, WIDTH, EXPERTS, TOP_K = 96, 71, 7, 3
 PLACEMENT = ExpertPlacement(((6, 0, 1, 2), (3, 4, 5, 2), (6, 3, 0, 1)), EXPERTS)  # of some there are copies
 RANKS, SLOTS = len(PLACEMENT.slots), len(PLACEMENT.slots[0])
 MOST_ROWS = 700
+TRIES, PATIENCE = 60, 30.0  # seconds
 SHAPE = ExchangeShape(
     ranks=RANKS, slots=SLOTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MOST_ROWS, wire=torch.float32, back=torch.float32
 )
@@ -106,3 +108,31 @@ def test_a_rank_that_does_not_come_is_noticed(absent: str, kernels: cpu.Kernels)
         assert not out.any(), "nothing is returned with experts left out"
     finally:
         ranks.close()
+
+
+def test_ranks_that_leave_between_rows_and_results_hold_up_no_thread(kernels: cpu.Kernels) -> None:
+    """Also where no rows came, so that threads meet nowhere between hearing of the rows and of the results."""
+    plain = PlainExperts.random(Kind.BF16, HIDDEN, WIDTH, EXPERTS, TOP_K).packed(kernels)
+    team = cpu.Kernels(kernels.library, threads=4, form=kernels.form)
+    shape = replace(SHAPE, wire=torch.bfloat16, max_tokens=64)
+    for _ in range(TRIES):
+        group, physical = Group("shared_memory", shape, 0.5), PhysicalExperts(PLACEMENT, 0)
+        exchange = group.exchanges[0]
+        assert isinstance(exchange, SharedMemoryExchange)
+        spread = ExpertSpread(exchange=exchange.address, copies=physical.copies, physical=physical.table, taken=None)
+        here = tuple(plain.experts[expert] for expert in PLACEMENT.slots[0])
+        packed = cpu.PackedExperts(replace(plain, experts=here, spread=spread))
+        for other in group.exchanges[1:]:
+            other.begin_dispatch(
+                Rows(torch.empty(0, HIDDEN, dtype=torch.bfloat16)), torch.empty(0, TOP_K, dtype=torch.int32)
+            )
+            other.close()
+        out = torch.zeros(0, HIDDEN)
+        step = Thread(target=team.experts, args=(torch.randn(0, HIDDEN), packed, out), daemon=True)
+        step.start()
+        step.join(PATIENCE)
+        assert not step.is_alive(), "a thread waits for others that have left"
+        with pytest.raises(RankLost):
+            exchange.check()
+        group.close()
+    team.close()
