@@ -222,7 +222,7 @@ INLINE void deliver_part(const Linear& w, long panel, const vf* values, const Ta
         if (!out) return;
     }
     out += panel * PANEL;
-    for (long j = 0; j < columns; ++j) out[j] = value[j] + (target.finish == FINISH_ADD ? out[j] : 0.0f);
+    for (long j = 0; j < columns; ++j) out[j] = target.finish == FINISH_ADD ? out[j] + value[j] : value[j];
 }
 
 // One tile row of a whole panel.

@@ -170,7 +170,7 @@ def test_a_model_that_is_here_is_not_looked_for_at_the_hub(
     [
         ("[common]\nheartbeat_interval = 9\nheartbeat_timeout = 9\n" + WORKERS, "heartbeat-timeout"),
         (WORKERS + "enable_eplb = true\n", "mixed: --enable-eplb"),
-        (WORKERS + "data_parallel_size = 2\ndeterministic = true\n", "mixed: --deterministic"),
+        (WORKERS + "tensor_parallel_size = 2\ndeterministic = true\n", "mixed: --deterministic"),
     ],
 )
 def test_settings_that_do_not_go_together_are_not_rendered(

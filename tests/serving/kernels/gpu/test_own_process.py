@@ -13,6 +13,7 @@ import pytest
 from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 
 ROOT = Path(__file__).resolve().parents[4]
+PARTS = 4
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
 
@@ -36,8 +37,11 @@ def compiled_before(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU, reason="they run in this process")
-def test_the_kernels_under_the_interpreter() -> None:
-    run(["pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent)], TRITON_INTERPRET="1")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_kernels_under_the_interpreter(part: int) -> None:
+    """In parts: all of them together take minutes, more than one test may where other work has the cores."""
+    files = sorted(str(file) for file in Path(__file__).parent.glob("test_*.py"))[part::PARTS]
+    run(["pytest", "-q", "-p", "no:cacheprovider", *files], TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
