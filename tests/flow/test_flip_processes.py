@@ -77,6 +77,13 @@ async def until(actuator: RouterActuator, name: str, wanted: tuple[Role, str] | 
             await asyncio.sleep(0.05)
 
 
+async def no_longer(actuator: RouterActuator, name: str, known: tuple[Role, str]) -> None:
+    """A router knows a worker that is killed as it was until its connections end."""
+    async with asyncio.timeout(60):
+        while (await roles(actuator)).get(name) == known:
+            await asyncio.sleep(0.05)
+
+
 async def roles(actuator: RouterActuator) -> dict[str, tuple[Role, str]]:
     return {each.worker_id: (each.role, each.state) for each in await actuator.workers()}
 
@@ -122,9 +129,13 @@ async def test_a_worker_that_is_killed_while_it_flips_comes_back_in_its_old_role
         streams.add(6, 400)
         for _ in range(TRIES):
             told = await kill_in_a_flip(server, actuator, streams)
-            await until(actuator, "decode-1", (Role.DECODE, "ready"))
-            if told is not None:  # else it was killed when it had flipped
+            if told is not None:
+                await until(actuator, "decode-1", (Role.DECODE, "ready"))
                 break
+            flipped = (Role.PREFILL, "ready")  # it was killed when it had
+            await no_longer(actuator, "decode-1", flipped)
+            await until(actuator, "decode-1", flipped)
+            await actuator.flip("decode-1", Role.DECODE)
         assert isinstance(told, ActuatorError) and "decode-1 did not flip to prefill" in str(told)
         assert server.metric("replacements_total") > 0
         await streams.whole(server, tiny_path)

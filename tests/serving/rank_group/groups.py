@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from serving.rank_group.compiled import compiled_form
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.leader import SpreadModel, join_group, load_spread
 from serving.rank_group.messages import Balancing
+from tests.fakes.stopping import harm
 from tests.serving.model.oracle import VOCAB
 
 NEEDS_KERNELS = pytest.mark.skipif(cpu.shared_library() is None, reason="the kernels cannot be built here")
@@ -148,3 +150,14 @@ def wait_at_a_barrier(group: Side, one: Side, same: Callable[[Tensor, Tensor], N
         barrier.open(layers)
         same(group.forward.logits(replace(batch, barrier=barrier), None), one.step([0]))
     assert not barrier.left
+
+
+def harmed(pid: int, how: signal.Signals) -> Callable[[int], None]:
+    """Harms this process in the middle of a step: when the first layer is done."""
+    left = [pid]
+
+    def layer_done(_: int) -> None:
+        if left:
+            harm(left.pop(), how)
+
+    return layer_done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from serving.loader.loading import load
 from serving.quantization.folder import write_model
 from serving.quantization.scheme import PORTABLE
 from serving.rank_group.compiled import compiled_form
-from tests.fakes.stopping import harm
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import (
     COMPILED,
@@ -30,6 +28,7 @@ from tests.serving.rank_group.groups import (
     Side,
     compiled_alone,
     group_forward,
+    harmed,
     pids,
     prompt,
     spread_over,
@@ -101,16 +100,6 @@ def test_int8_experts(dtype: str, mixtral: Path, tmp_path: Path, monkeypatch: py
     shutil.copytree(mixtral, tmp_path / "int8", ignore=shutil.ignore_patterns("*.safetensors"))
     write_model(loaded.model, read_config(mixtral), tmp_path / "int8")
     compare(tmp_path / "int8", dtype, 2)
-
-
-def harmed(pid: int, how: signal.Signals) -> Callable[[int], None]:
-    left = [pid]
-
-    def layer_done(_: int) -> None:
-        if left:
-            harm(left.pop(), how)
-
-    return layer_done
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

@@ -107,19 +107,24 @@ def test_ranks_with_kv_of_their_own_say_what_one_process_says(heads: int, kv_hea
         assert shared.ranks.bytes_sent > 0
 
 
+def told_of_its_loss(shared: ModelOnDevices, how: signal.Signals) -> None:
+    """The other rank is harmed between two steps: both that follow name it, and no process stays."""
+    group = Side(forward_over(shared, own_kv(shared)))
+    group.step(MOST)
+    [running] = [other.process.pid for other in shared.ranks.others]
+    harm(running, how)
+    for _ in range(2):
+        with pytest.raises(RankLost, match="rank 1 of the group is lost"):
+            group.step(MOST)
+    shared.ranks.close()
+    assert not exists(running)
+
+
 @retaken
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=str)
 def test_a_lost_rank_is_named_and_no_process_stays(how: signal.Signals, tmp_path: Path) -> None:
     with on_devices(tiny_llama(tmp_path), deadline=2.0 if how is signal.SIGSTOP else DEADLINE) as shared:
-        group = Side(forward_over(shared, own_kv(shared)))
-        group.step(MOST)
-        [running] = [other.process.pid for other in shared.ranks.others]
-        harm(running, how)
-        for _ in range(2):
-            with pytest.raises(RankLost, match="rank 1 of the group is lost"):
-                group.step(MOST)
-        shared.ranks.close()
-        assert not exists(running)
+        told_of_its_loss(shared, how)
 
 
 @retaken

@@ -14,14 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from serving.expert_parallel.exchange import RankLost
 from serving.parallel.layout import ParallelLayout
 from serving.rank_group.device_leader import ModelOnDevices, load_on_devices
 from tests.fakes.awake import retaken
-from tests.fakes.stopping import harm
 from tests.serving.parallel.models import written
-from tests.serving.rank_group.groups import DEADLINE, LENGTHS, Side, alone, exists
-from tests.serving.rank_group.test_device_group import close, forward_over, own_kv, same_kv
+from tests.serving.rank_group.groups import DEADLINE, LENGTHS, Side, alone
+from tests.serving.rank_group.test_device_group import close, forward_over, own_kv, same_kv, told_of_its_loss
 
 MOST = range(len(LENGTHS))
 NEW_TOKENS = 4
@@ -108,15 +106,7 @@ def test_rows_travel_as_int8_to_int8_experts(folders: dict[str, Path]) -> None:
 def test_a_lost_rank_is_named_and_no_process_stays(how: signal.Signals, folders: dict[str, Path]) -> None:
     deadline = 2.0 if how is signal.SIGSTOP else DEADLINE
     with spread_on_devices(folders["mixtral"], deadline=deadline) as shared:
-        group = Side(forward_over(shared, own_kv(shared)))
-        group.step(MOST)
-        [running] = [other.process.pid for other in shared.ranks.others]
-        harm(running, how)
-        for _ in range(2):
-            with pytest.raises(RankLost, match="rank 1 of the group is lost"):
-                group.step(MOST)
-        shared.ranks.close()
-        assert not exists(running)
+        told_of_its_loss(shared, how)
 
 
 def test_buffers_stay_where_they_are_from_one_step_to_the_next(folders: dict[str, Path]) -> None:

@@ -22,7 +22,7 @@ from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import BeginEpoch
 from serving.rank_group.ranks import MEETING_SECONDS
 from tests.fakes.awake import retaken
-from tests.fakes.stopping import harm, stop
+from tests.fakes.stopping import stop
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import (
     LENGTHS,
@@ -32,6 +32,7 @@ from tests.serving.rank_group.groups import (
     compiled_alone,
     exists,
     group_forward,
+    harmed,
     pids,
     spread_over,
 )
@@ -45,17 +46,6 @@ BACK_SECONDS = 120.0  # that a busy machine may need to start a process
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(build(configs()["mixtral"]), tmp_path_factory.mktemp("mixtral"))
-
-
-def harmed(pid: int, how: signal.Signals) -> Callable[[int], None]:
-    """Harms this process in the middle of a step: when the first layer is done."""
-    left = [pid]
-
-    def layer_done(_: int) -> None:
-        if left:
-            harm(left.pop(), how)
-
-    return layer_done
 
 
 def until_back(spread: SpreadModel, group: Side, reference: Side) -> None:
