@@ -1,10 +1,12 @@
 """How late the steps of paced servers ended, and how busy the machine was: whether a run on it is to be believed.
 
-It reads what scripts.paced writes, and /proc/stat. What runs amount to is not known here.
+It reads what scripts.paced writes, and /proc/stat. What runs amount to is not known here. Processes of a lower priority
+(`nice -n 19`, best with `chrt --idle 0`) may use what cores are left: how late steps end tells what they cost.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 import orjson
 
 LATE_MOST = 0.03  # of the seconds that steps were to last
-BUSY_MOST = 0.75  # of all cores: more, and what is around the steps waits for a core
+BUSY_MOST = 0.75  # of all cores, without processes that are nice: more, and what is around the steps waits for a core
 FIELDS = ("steps", "paced", "late", "worst")
 BUSY, LATE, WORST = "cpu_busy", "step_lag", "worst_step_lag_ms"  # of a Trial's metrics
 
@@ -57,12 +59,16 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def cpu_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float]:
-    """Busy and all CPU time of the machine since it began, in units of its own; zeros where nobody tells."""
+    """Busy and all CPU time of the machine since it began, in units of its own; zeros where nobody tells.
+
+    What a process is nice with is not busy, unless this one, and so the servers it starts, are nice themselves.
+    """
     try:
         times = [float(word) for word in stat.read_text().splitlines()[0].split()[1:9]]
+        _, nice, _, idle, disks, *_ = times
     except (OSError, IndexError, ValueError):
         return 0.0, 0.0
-    return sum(times) - sum(times[3:5]), sum(times)  # all but idle, and waiting for disks
+    return sum(times) - idle - disks - (0.0 if os.nice(0) > 0 else nice), sum(times)
 
 
 class StrainWatch:

@@ -46,10 +46,12 @@ def test_late_steps_or_busy_cores_are_a_strain(late: float, busy: float, believe
     assert strain({"duration": 3.0}) == ""  # of a run with real steps nothing is known
 
 
-def test_cpu_time_is_read_without_what_is_idle(tmp_path: Path) -> None:
+def test_cpu_time_is_read_without_what_is_idle_or_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  10 5 20 100 40 1 2 3 7 7\ncpu0 1 1 1 1\n")
-    assert cpu_seconds(stat) == (41.0, 181.0)
+    for own, busy in ((0, 36.0), (-5, 36.0), (10, 41.0)):
+        monkeypatch.setattr(step_lags.os, "nice", lambda _, own=own: own)
+        assert cpu_seconds(stat) == (busy, 181.0)
     assert cpu_seconds(tmp_path / "none") == (0.0, 0.0)
     stat.write_text("")
     assert cpu_seconds(stat) == (0.0, 0.0)

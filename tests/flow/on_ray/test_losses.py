@@ -57,7 +57,7 @@ strategy = "STRICT_PACK"
 [ray.prefill]
 resources = {{ front = 1 }}
 """
-TOKENS = 60
+TOKENS = 200  # for longer than it takes to hear of them, on a quick machine too
 KEY, GRPC_PORT = "cluster-key-of-the-tests", free_port()
 
 
@@ -84,12 +84,12 @@ def client(server: MillraceServer) -> Iterator[Client]:
     made.close()
 
 
-def ask(client: Client, pairs: int = 2, tokens: int = TOKENS) -> list[Asked]:
+def ask(client: Client, pairs: int = 2) -> list[Asked]:
     """Greedy and sampled, two of each; with fewer pairs the first of them."""
     kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * pairs
     wanted = prompts(4, shortest=200, longest=300, seed=3)
     return [
-        client.start(prompt, stream=True, max_tokens=tokens, **kind)
+        client.start(prompt, stream=True, max_tokens=TOKENS, **kind)
         for prompt, kind in zip(wanted[: 2 * pairs], kinds, strict=True)
     ]
 
@@ -103,13 +103,19 @@ def undisturbed(server: MillraceServer) -> list[Any]:
         client.close()
 
 
-def streaming(server: MillraceServer, worker: str, asked: list[Asked]) -> None:
-    """Wait until all have begun, and this worker has some of them."""
-    wait_until(
-        lambda: all(one.chunks for one in asked) and server.metric("worker_num_requests_running", engine=worker),
-        SECONDS,
-        f"{worker} streams",
-    )
+def streaming(server: MillraceServer, client: Client, worker: str, pairs: int = 2) -> list[Asked]:
+    """Requests that have all begun, this worker has some of them: asked again where they ended before that was told."""
+    asked: list[Asked] = []
+
+    def there() -> bool:
+        if all(one.done is not None and one.done.done() for one in asked):
+            client.finish(asked)
+            asked[:] = ask(client, pairs)
+        running = server.metric("worker_num_requests_running", engine=worker)
+        return bool(running) and all(one.chunks for one in asked)
+
+    wait_until(there, SECONDS, f"{worker} streams")
+    return asked
 
 
 def parent(pid: int) -> int:
@@ -150,8 +156,7 @@ async def roles(nodes: RayNodes, flipped: Role | None = None) -> dict[str, tuple
 def test_a_worker_flips_and_is_begun_in_its_new_role_when_its_process_dies(
     nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]
 ) -> None:
-    asked, before = ask(client), nodes.running("decode-1")
-    streaming(server, "decode-1", asked)
+    before, asked = nodes.running("decode-1"), streaming(server, client, "decode-1")
     assert asyncio.run(roles(nodes, Role.PREFILL))["decode-1"] == (Role.PREFILL, "ready")
     assert nodes.running("decode-1") == before, "the process is the same"
     assert client.finish(asked) == undisturbed == client.finish(ask(client))
@@ -167,8 +172,7 @@ def test_a_worker_flips_and_is_begun_in_its_new_role_when_its_process_dies(
 def test_an_actor_is_killed(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
     before, child = server.metric("replacements_total"), nodes.running("decode-0").pid
     assert child is not None
-    asked = ask(client)
-    streaming(server, "decode-0", asked)
+    asked = streaming(server, client, "decode-0")
     os.kill(parent(child), signal.SIGKILL)
     assert client.finish(asked) == undisturbed
     assert server.metric("replacements_total") > before
@@ -181,8 +185,7 @@ def test_a_node_is_removed_and_another_comes(
     nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]
 ) -> None:
     before, lost = server.metric("replacements_total"), nodes.running("decode-1").node
-    asked = ask(client)
-    streaming(server, "decode-1", asked)
+    asked = streaming(server, client, "decode-1")
     nodes.cluster.remove_node(nodes.nodes.pop("other"), allow_graceful=False)
     assert client.finish(asked) == undisturbed
     assert server.metric("replacements_total") > before
@@ -231,8 +234,7 @@ def test_scaling_under_load_loses_nothing(
 
 def test_ctrl_c_leaves_nothing(nodes: RayNodes, server: MillraceServer, client: Client, undisturbed: list[Any]) -> None:
     children = [nodes.running(name).pid for name in ("prefill-0", "decode-0")]
-    asked = ask(client)
-    streaming(server, "decode-0", asked)
+    asked = streaming(server, client, "decode-0")
     server.process.send_signal(signal.SIGINT)
     assert client.finish(asked) == undisturbed
     assert server.process.wait(SECONDS) == 0, server.log()
@@ -249,7 +251,7 @@ def test_a_router_that_is_killed_leaves_nothing(nodes: RayNodes, server: Millrac
     with MillraceServer(str(model), *shown, *placed, workers=("mixed-0",)) as begun:
         child = nodes.running("mixed-0", "millrace").pid
         client = Client(begun.url)
-        streaming(begun, "mixed-0", ask(client, 1, 4 * TOKENS))  # for longer than it takes to hear of them
+        streaming(begun, client, "mixed-0", 1)
         begun.process.kill()
         wait_until(lambda: not nodes.names() and not nodes.groups(), SECONDS, "no actor and no group is left")
         wait_until(lambda: not alive(child), SECONDS, "nor a child of an actor")
