@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from statistics import median
 
 from router.calibration import Drift
@@ -140,7 +141,7 @@ def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: 
         elif now + other.seconds <= other.due:
             behind.append((_level(other, now), _due(other, now), other))
     lost, added = 0.0, drift.factor * prompt.seconds
-    for _, due, other in sorted(behind):
+    for _, due, other in sorted(behind, key=itemgetter(0, 1)):
         ends += drift.factor * other.seconds * other.share
         if due > now:
             lost += within(due - now, ends, drift.error) - within(due - now, ends + added, drift.error)

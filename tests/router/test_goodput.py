@@ -94,6 +94,17 @@ def test_cached_tokens_are_worth_the_prefill_they_save_and_no_more() -> None:
     assert choose(demand, swamped, idle).prefill is idle
 
 
+def test_what_another_has_cached_is_not_computed_again_to_be_a_little_earlier() -> None:
+    """It would take the place of what others look for. Where no cache has it, the shorter queue is taken."""
+    holder, idle = worker("h", waiting_seconds=1.5), worker("i")
+    demand = wanting(tokens=2000, ttft=5.0, cached={"h-life": 1900})
+    assert COST.prompt_seconds(0, 2000, 512) < 1.5, "the other one would be earlier"
+    assert choose(demand, holder, idle).prefill is holder
+    assert choose(wanting(tokens=2000, ttft=5.0, tpot_ms=None, cached={"h-life": 1900}), holder, idle).prefill is holder
+    assert choose(wanting(tokens=2000, ttft=5.0), holder, idle).prefill is idle
+    assert choose(wanting(tokens=2000, ttft=2.0, cached={"h-life": 1900}), holder, idle).prefill is idle, "in time"
+
+
 def test_what_was_sent_since_the_heartbeat_counts() -> None:
     sent = worker("a", newer=Dispatched(leases=3, context_tokens=900, prompt_tokens=3000, prompt_seconds=1.5))
     assert choose(wanting(), sent, worker("b")).prefill is not sent
@@ -262,6 +273,12 @@ def test_a_prompt_waits_for_no_more_than_all_that_is_there(
     assert 0.0 <= queued_lost(there, COST, prompt, Drift(), 0.0) <= len(queued)
     longer = prompt._replace(seconds=2 * prompt.seconds)
     assert queued_lost(there, COST, longer, Drift(), 0.0) >= queued_lost(there, COST, prompt, Drift(), 0.0) - 1e-9
+
+
+def test_prompts_that_are_due_at_the_same_time_are_compared_by_nothing_else() -> None:
+    queued = [QueuedPrompt(0, 5.0, 1.0, at) for at in (None, -1.0, None)]
+    there = worker("w", waiting_seconds=3.0, queued=queued)
+    assert queued_lost(there, COST, QueuedPrompt(0, 1.0, 0.5), Drift(), 0.0) >= 0.0
 
 
 @given(st.floats(0.0, 1e7) | st.none())
