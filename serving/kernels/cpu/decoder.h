@@ -13,6 +13,7 @@
 namespace {
 
 constexpr long REDUNDANT_ROWS = 4;  // up to here each thread prepares all rows itself rather than wait for another
+constexpr int PANELS_OF_FEW = 4;    // that a thread takes at once where one tile has all rows
 
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
     return {to.words, to.scale, words_of(next.kind, next.inputs)};
@@ -34,6 +35,7 @@ struct Step {
     ItemPlan plan;
     ThreadScratch* local;  // [threads]
     int* counters;         // [layers + 1]
+    Portions portions;     // of linear layers' panels and of attention, where not cut by rows
     ExpertTeam experts;    // where a layer has some
     int* expert_counters;  // [layers][chunks of tokens][2]
     SpreadTeam spread;     // where ranks share them
@@ -56,6 +58,7 @@ struct Step {
         const long shared_rows = most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count);
         shared = take_rows(arena, sizes, shared_rows, shared_rows);
         counters = arena.take<int>(model.layers + 1);
+        portions = Portions::take(arena, threads, 5 * model.layers + 1);
         spreads = sparse && sparse->experts.spread.exchange;
         const long expert_items = sparse && !spreads ? model.layers * expert_chunks(tokens) * 2 : 0;
         expert_counters = arena.take<int>(expert_items);
@@ -78,10 +81,11 @@ struct Step {
             s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
             s.best = arena.take<Best>(batch.logits_count);
             s.runs = arena.take<Run>(fetches_kv() ? largest_share(batch.sequences, threads) * batch.table_width : 0);
-            s.runs_count = 0;
+            s.runs_count = s.shared = 0;
             if (arena.base) local[t] = s;
         }
         if (!arena.base) return;
+        portions.clear();
         for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
         for (long i = 0; i < expert_items; ++i) expert_counters[i] = 0;
     }
@@ -159,10 +163,11 @@ struct Step {
         linear_block(layer.o, attended, 0, rows, 0, panels_of(layer.o), {FINISH_ADD, x_row(row0), model.hidden});
         const Rows a = rows_for(layer.gate_up, s.rows);
         normed(layer.mlp_norm, layer.gate_up, row0, row1, a, row0, s.normed);
-        linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), {FINISH_SWIGLU, s.rows.h, sizes.h_width});
-        const Rows gated = rows_for(layer.down, s.rows);
-        encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated, s.normed);
-        linear_block(layer.down, gated, 0, rows, 0, panels_of(layer.down), {FINISH_ADD, x_row(row0), model.hidden});
+        const Gated gated(layer, s.rows, sizes);
+        linear_block(layer.gate_up, a, 0, rows, 0, panels_of(layer.gate_up), gated.target);
+        if (!gated.encoded) encoded(s.rows.h, sizes.h_width, layer.down, 0, rows, gated.rows, s.normed);
+        const Target residual = {FINISH_ADD, x_row(row0), model.hidden};
+        linear_block(layer.down, gated.rows, 0, rows, 0, panels_of(layer.down), residual);
     }
 
     // A block's rows from attention of the layer before to that of layer `index`, which may be past the last.
@@ -217,11 +222,18 @@ struct Step {
         return a;
     }
 
-    // Each thread multiplies its own range of panels; the barrier after it makes the outputs everyone's.
+    // What is shared out next: every thread comes here as often.
+    Portions portions_now(int thread) const { return portions.at(local[thread].shared++); }
+
+    // Every thread multiplies panels; the barrier after it makes the outputs everyone's.
     void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread,
                 Soon* soon = nullptr) const {
-        const Span mine = share(panels_of(w), thread, threads);
-        linear_block(w, a, 0, rows, mine.first, mine.last, target, soon);
+        const long count = panels_of(w), until = share(count, thread, threads).last;
+        const int at_once = rows > TILE_ROWS ? 1 : PANELS_OF_FEW;
+        const Portions now = portions_now(thread);
+        for (Span mine = now.next(count, at_once, thread); mine.first < mine.last;
+             mine = now.next(count, at_once, thread))
+            linear_block(w, a, 0, rows, mine.first, mine.last, target, soon, until);
         team_barrier(team);
     }
 
@@ -244,6 +256,12 @@ struct Step {
         return {{static_cast<char*>(kv.k), static_cast<char*>(kv.v)}, s.runs, s.runs_count, FETCHED_BEFORE / LINE};
     }
 
+    Rows encode_gated(const Layer& layer, int thread) {
+        return prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
+            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a, s.normed);
+        });
+    }
+
     // `soon` is what attention of this layer will read; on return, what that of the next will.
     // False where the step left: at the barrier, or since a rank is lost.
     bool layer_by_panels(const Layer& layer, long index, int thread, Soon& soon) {
@@ -260,7 +278,8 @@ struct Step {
         team_barrier(team);
         if (!arrived(index, thread)) return false;
         if (!spreads) report(index + 1, thread);
-        attend_items(layer.kv, shape(layer), plan, q, counters + index, local[thread].attention, shared.attn);
+        AttentionScratch& scratch = local[thread].attention;
+        attend_items(layer.kv, shape(layer), plan, q, portions_now(thread), thread, scratch, shared.attn);
         team_barrier(team);
         const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
             encode_attended(layer, row0, row1, a, s);
@@ -269,10 +288,9 @@ struct Step {
         panels(layer.o, attended, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
         if (layer.experts.count) return add_experts(layer, index, thread);
         const Rows halfway = norm(layer.mlp_norm, layer.gate_up);
-        panels(layer.gate_up, halfway, tokens, {FINISH_SWIGLU, shared.h, sizes.h_width}, thread, &soon);
-        const Rows gated = prepare(layer.down, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
-            encoded(shared.h, sizes.h_width, layer.down, row0, row1, a, s.normed);
-        });
+        const Gated direct(layer, shared, sizes);
+        panels(layer.gate_up, halfway, tokens, direct.target, thread, &soon);
+        const Rows gated = direct.encoded ? direct.rows : encode_gated(layer, thread);
         panels(layer.down, gated, tokens, {FINISH_ADD, x, model.hidden}, thread, &soon);
         return true;
     }
@@ -352,20 +370,6 @@ struct Step {
         if (thread == 0 && results.greedy) choose_best(local, threads, rows, results.greedy);
     }
 
-    void hidden(int thread) {
-        const Span mine = share(batch.logits_count, thread, threads);
-        for (long i = mine.first; i < mine.last; ++i)
-            rms_norm(x_row(batch.logits_rows[i]), model.final_norm, model.hidden, model.eps,
-                     results.hidden + i * model.hidden);
-    }
-
-    void residual(int thread) {
-        const Span mine = share(batch.logits_count, thread, threads);
-        for (long i = mine.first; i < mine.last; ++i)
-            __builtin_memcpy(results.residual + i * model.hidden, x_row(batch.logits_rows[i]),
-                             model.hidden * sizeof(float));
-    }
-
     void run(int thread) {
         if (blocks) {
             if (!by_rows(thread)) return;
@@ -379,9 +383,9 @@ struct Step {
                 if (!layer_by_panels(model.layer[i], i, thread, soon)) return;
         }
         if (results.residual)
-            residual(thread);
+            take_residual(model, batch, x, share(batch.logits_count, thread, threads), results.residual);
         else if (results.hidden)
-            hidden(thread);
+            take_hidden(model, batch, x, share(batch.logits_count, thread, threads), results.hidden);
         else
             logits(thread);
     }

@@ -21,7 +21,7 @@ struct AttentionCall {
     int kind, threads;
     long words, rows;  // of an encoded query; queries times heads
     int32_t* encoded;
-    int* counter;
+    Portions portions;
     AttentionScratch* scratch;
 
     // `take_items(arena)` takes the items' room.
@@ -32,7 +32,7 @@ struct AttentionCall {
           words(words_of(kind, kv.head_dim)), rows(batch.tokens_count * m.heads) {
         const auto lay_out = [&](Arena arena) {
             encoded = arena.take<int32_t>(rows * words);
-            counter = arena.take<int>(1);
+            portions = Portions::take(arena, threads, 1);
             scratch = arena.take<AttentionScratch>(threads);
             take_items(arena, shape, threads);
             for (int t = 0; t < threads; ++t) {
@@ -43,7 +43,7 @@ struct AttentionCall {
             return arena.used;
         };
         lay_out({c.scratch.reserve(lay_out({nullptr}))});
-        *counter = 0;
+        portions.clear();
     }
 
     // This thread's share of q [T, heads, head_dim].
@@ -195,7 +195,7 @@ KERNEL(attention)(Context& c, const Model& m, int index, const Batch& batch, con
         call.encode(q, kv.head_dim, thread);
         team_barrier(c.team);
         AttentionScratch& s = call.scratch[thread];
-        attend_items(kv, call.shape, plan, call.encoded, call.counter, s, out);
+        attend_items(kv, call.shape, plan, call.encoded, call.portions, thread, s, out);
         team_barrier(c.team);
         const Span tokens = share(batch.tokens_count, thread, call.threads);
         join_rows(kv, call.shape, plan, tokens.first, tokens.last, s.part, out);
@@ -218,7 +218,8 @@ KERNEL(attend_range)(Context& c, const Model& m, int index, const Batch& batch, 
     team_each(c.team, [&](int thread) {
         call.encode(q, kv.head_dim, thread);
         team_barrier(c.team);
-        for (long i = next(call.counter); i < count; i = next(call.counter))
+        const auto next = [&] { return call.portions.next(count, 1, thread).first; };
+        for (long i = next(); i < count; i = next())
             attend_item(range, call.shape, items[i], call.encoded, {nullptr, 0}, call.scratch[thread]);
     });
 }

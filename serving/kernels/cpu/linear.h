@@ -161,6 +161,7 @@ enum Finish {
     FINISH_STORE,   // out[row][n] = value
     FINISH_ADD,     // out[row][n] += value: the residual
     FINISH_SWIGLU,  // panels interleave 16 gate and 16 up channels: out[row][n / 2] = silu(gate) * up
+    FINISH_NARROW,  // like FINISH_SWIGLU, in bfloat16: `out` has numbers of two bytes
     FINISH_LOGITS,  // like FINISH_STORE where out or the row's place in `kept` is not null; each row's best in `best`
 };
 
@@ -202,10 +203,14 @@ INLINE void to_values(const Columns& c, bool exact, bool biased, float row_scale
     }
 }
 
-// Panels come in ascending order and only a greater value wins: the lowest token id among equals.
+// A greater value wins, and of equal ones the lowest token id, in whatever order panels come.
+INLINE bool better(const Best& a, const Best& b) {
+    return a.value > b.value || (a.value == b.value && a.token < b.token);
+}
+
 INLINE void keep_best(const float* value, long first, long columns, Best& best) {
     for (long j = 0; j < columns; ++j)
-        if (value[j] > best.value) best = {value[j], first + j};
+        if (better({value[j], first + j}, best)) best = {value[j], first + j};
 }
 
 // One tile row of a panel of which not all columns are wanted, or not of it alone.
@@ -217,7 +222,7 @@ INLINE void deliver_part(const Linear& w, long panel, const vf* values, const Ta
     if (target.finish == FINISH_LOGITS) {
         vf top = values[0];
         for (int v = 1; v < NV; ++v) top = maximum(top, values[v]);
-        if (max_lanes(top) > target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
+        if (max_lanes(top) >= target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
         if (!out && target.kept) out = target.kept[row];
         if (!out) return;
     }
@@ -225,11 +230,17 @@ INLINE void deliver_part(const Linear& w, long panel, const vf* values, const Ta
     for (long j = 0; j < columns; ++j) out[j] = target.finish == FINISH_ADD ? out[j] + value[j] : value[j];
 }
 
+INLINE bool gates(Finish finish) { return finish == FINISH_SWIGLU || finish == FINISH_NARROW; }
+
 // One tile row of a whole panel.
 template <Finish FINISH>
 INLINE void deliver(const vf* value, const Target& target, long panel, long row) {
-    float* out = target.out + row * target.ld + panel * (FINISH == FINISH_SWIGLU ? PANEL / 2 : PANEL);
-    if (FINISH == FINISH_SWIGLU)
+    const long at = row * target.ld + panel * (gates(FINISH) ? PANEL / 2 : PANEL);
+    float* out = target.out + at;
+    uint16_t* narrow = reinterpret_cast<uint16_t*>(target.out) + at;
+    if (FINISH == FINISH_NARROW)
+        for (int v = 0; v < NV / 2; ++v) store_bf16(narrow + v * LANES, silu(value[v]) * value[NV / 2 + v]);
+    else if (FINISH == FINISH_SWIGLU)
         for (int v = 0; v < NV / 2; ++v) store(out + v * LANES, silu(value[v]) * value[NV / 2 + v]);
     else
         for (int v = 0; v < NV; ++v)
@@ -255,11 +266,13 @@ INLINE void finish_rows(const Linear& w, long panel, const float* scale, const i
 template <bool EXACT>
 INLINE void finish_tile(const Linear& w, long panel, const float* scale, const int32_t* raw, long rows,
                         const Target& target, long first) {
-    const bool part = target.finish != FINISH_SWIGLU && (panel + 1) * PANEL > w.outputs;
+    const bool part = !gates(target.finish) && (panel + 1) * PANEL > w.outputs;
     if (part || target.finish == FINISH_LOGITS)
         finish_rows<FINISH_LOGITS, EXACT>(w, panel, scale, raw, rows, target, first);
     else if (target.finish == FINISH_SWIGLU)
         finish_rows<FINISH_SWIGLU, EXACT>(w, panel, scale, raw, rows, target, first);
+    else if (target.finish == FINISH_NARROW)
+        finish_rows<FINISH_NARROW, EXACT>(w, panel, scale, raw, rows, target, first);
     else if (target.finish == FINISH_ADD)
         finish_rows<FINISH_ADD, EXACT>(w, panel, scale, raw, rows, target, first);
     else
@@ -273,9 +286,9 @@ INLINE Tile tile_for(int kind, long rows, long lines) {
 
 // Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height. One tile
 // reads its panel from memory; of several, the first two fetch a half each of the next panel, and the others what will
-// be read soon.
+// be read soon. Panels up to `until` are likely to be next.
 void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1, const Target& target,
-                  Soon* soon = nullptr) {
+                  Soon* soon = nullptr, long until = 0) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
     const long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
@@ -286,7 +299,7 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
             Soon::Part ahead = {b + AHEAD, 2};
             if (tiles > 1 && t < 2)
-                ahead = {b + words * (PANEL + 16 * t), panel + 1 < panel1};
+                ahead = {b + words * (PANEL + 16 * t), panel + 1 < most(panel1, until)};
             else if (tiles > 1)
                 ahead = soon ? soon->take(words) : Soon::Part{nullptr, 0};
             tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead.from, raw, PANEL);

@@ -25,12 +25,23 @@ INLINE Span wanted(const Batch& batch, long row0, long row1) {
     return rows;
 }
 
+// Of logits rows `mine` of x [T, hidden]: after the final norm, and as they are.
+INLINE void take_hidden(const Model& model, const Batch& batch, const float* x, const Span& mine, float* out) {
+    for (long i = mine.first, n = model.hidden; i < mine.last; ++i)
+        rms_norm(x + batch.logits_rows[i] * n, model.final_norm, n, model.eps, out + i * n);
+}
+
+INLINE void take_residual(const Model& model, const Batch& batch, const float* x, const Span& mine, float* out) {
+    for (long i = mine.first, n = model.hidden; i < mine.last; ++i)
+        __builtin_memcpy(out + i * n, x + batch.logits_rows[i] * n, n * sizeof(float));
+}
+
 // The best token of each row over what each thread has found in its panels.
 INLINE void choose_best(const ThreadScratch* local, int threads, long rows, int64_t* greedy) {
     for (long i = 0; i < rows; ++i) {
         Best best = local[0].best[i];
         for (int t = 1; t < threads; ++t)
-            if (local[t].best[i].value > best.value) best = local[t].best[i];
+            if (better(local[t].best[i], best)) best = local[t].best[i];
         // no score above -inf, or one beyond all numbers: the caller must not take id 0 for a choice
         const bool finite = best.value > -__builtin_inff() && best.value < __builtin_inff();
         greedy[i] = finite ? best.token : -1;

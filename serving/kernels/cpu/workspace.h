@@ -37,6 +37,36 @@ INLINE Span share(long count, int thread, int threads) {
 // What a thread has of them at most.
 INLINE long largest_share(long count, int threads) { return (count + threads - 1) / threads; }
 
+// Things that threads share out among them: each takes its own share in order, and then what others have not begun of
+// theirs, so that a thread whose core is taken holds the others up for no longer than what it has begun.
+struct Portions {
+    int threads;
+    long stride;
+    int* begun;  // [threads][stride]: of each thread's share, for each time things are shared out
+
+    static Portions take(Arena& arena, int threads, long times) {
+        const long stride = round_up(times, LINE / long(sizeof(int)));
+        return {threads, stride, arena.take<int>(threads * stride)};
+    }
+
+    void clear() const { __builtin_memset(begun, 0, threads * stride * sizeof(int)); }
+
+    Portions at(long time) const { return {threads, stride, begun + time}; }
+
+    // The next of `count` things, up to `at_once` of them; none (first >= last) once all are begun.
+    INLINE Span next(long count, int at_once, int thread) const {
+        for (int i = 0; i < threads; ++i) {
+            const int owner = (thread + i) % threads;
+            const Span all = share(count, owner, threads);
+            int* const counter = begun + owner * stride;
+            if (all.first + __atomic_load_n(counter, __ATOMIC_RELAXED) >= all.last) continue;
+            const long first = all.first + __atomic_fetch_add(counter, at_once, __ATOMIC_RELAXED);
+            if (first < all.last) return {first, least(first + at_once, all.last)};
+        }
+        return {count, count};
+    }
+};
+
 // Buffers of consecutive rows between linear layers.
 struct RowBuffers {
     int32_t* words;  // encoded input of the next linear layer
@@ -53,6 +83,7 @@ struct ThreadScratch {
     Best* best;       // [R]
     Run* runs;        // of the KV of this thread's share of sequences
     long runs_count;
+    long shared;      // how many times things were shared out in portions so far
 };
 
 struct Sizes {
@@ -75,6 +106,19 @@ INLINE Sizes sizes_of(const Model& m) {
     s.padded_head = padded_dim(layer.kv);
     return s;
 }
+
+// Where a layer's gate and up deliver to: at once as inputs of `down` where these are bfloat16 as they come.
+struct Gated {
+    bool encoded;
+    Target target;
+    Rows rows;  // inputs of `down`; where not `encoded`, to be
+
+    Gated(const Layer& layer, const RowBuffers& to, const Sizes& s)
+        : encoded(layer.down.kind == KIND_BF16 && !layer.down.rotation && layer.down.inputs % 2 == 0),
+          target{encoded ? FINISH_NARROW : FINISH_SWIGLU, to.h, s.h_width},
+          rows(encoded ? Rows{reinterpret_cast<int32_t*>(to.h), nullptr, s.h_width / 2}
+                       : Rows{to.words, to.scale, words_of(layer.down.kind, layer.down.inputs)}) {}
+};
 
 // 0 when any layer sees everything. Layers share the KV shape, so one plan of items serves them all.
 INLINE long widest_window(const Model& model) {
@@ -198,13 +242,13 @@ INLINE int next(int* counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_R
 
 // The next unit of attention work that no thread has taken: an item from its first chunk on, or one chunk of it when
 // the plan is split. No item past the last.
-INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* counter) {
+INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, const Portions& units, int thread) {
     const long each = plan.split ? plan.chunks : 1;
     for (;;) {
-        const long taken = next(counter);
-        if (taken >= plan.count * each) return {nullptr, 0};
-        const Item* item = &plan.items[taken / each];
-        const long chunk = first_chunk(shape, *item) + taken % each;
+        const Span taken = units.next(plan.count * each, 1, thread);
+        if (taken.first == taken.last) return {nullptr, 0};
+        const Item* item = &plan.items[taken.first / each];
+        const long chunk = first_chunk(shape, *item) + taken.first % each;
         if (chunk < chunks_end(*item)) return {item, chunk};
     }
 }
@@ -212,12 +256,12 @@ INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, int* 
 // Attention of a batch shared out over the team; every thread calls it, and join_rows after a barrier. A thread takes
 // its next unit before it works on one, so as to fetch the keys and values it will need.
 INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
-                         int* counter, AttentionScratch& s, float* out) {
+                         const Portions& units, int thread, AttentionScratch& s, float* out) {
     const KVRange all = {kv, 0, 1, nullptr, out};
-    Coming unit = take_unit(shape, plan, counter);
+    Coming unit = take_unit(shape, plan, units, thread);
     while (unit.item) {
         const Item& item = *unit.item;
-        const Coming coming = take_unit(shape, plan, counter);
+        const Coming coming = take_unit(shape, plan, units, thread);
         if (plan.split) {
             take_queries(kv, shape, item, q, s);
             float* parts = parts_of(plan, item, shape.heads, group_of(kv, shape));

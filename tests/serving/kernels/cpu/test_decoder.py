@@ -140,6 +140,22 @@ def test_greedy_is_the_first_best_logit(kernels: cpu.Kernels) -> None:
     assert (best.sum(dim=-1) >= 4).all()
 
 
+def test_what_threads_do_of_others_shares_changes_nothing() -> None:
+    """More threads than cores: some have done theirs before others begin, and take panels in no order of tokens."""
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16)
+    small.head.weight[50:].copy_(small.head.weight[:50])  # each logit twice, in panels apart
+    batch = batch_of([(0, PROMPT[:20])], all_rows=True)
+    alone, many = cpu.load(threads=1), cpu.load(threads=8)
+    assert alone is not None and many is not None
+    expected = logits_of(small.build(alone), batch)
+    decoder = small.build(many)
+    for _ in range(50):
+        assert torch.equal(logits_of(decoder, batch), expected)
+        assert torch.equal(decoder.step(batch, cpu.StepOutput.GREEDY), expected[:, :50].argmax(dim=-1))
+    alone.close()
+    many.close()
+
+
 @pytest.mark.parametrize("kind", [Kind.INT8, Kind.BF16])
 def test_logits_of_some_rows_are_kept_besides_the_best_tokens(kernels: cpu.Kernels, kind: Kind) -> None:
     decoder = SmallDecoder(kind=kind, kv_kind=Kind.BF16).build(kernels)
