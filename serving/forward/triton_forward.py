@@ -26,12 +26,14 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import TritonDecoder
+from serving.kernels.gpu.mixture import Mixture
 from serving.kernels.gpu.prompt_choice import FLASHINFER, choose_prompts
 from serving.kernels.gpu.prompt_trial import PromptWork
 from serving.kernels.gpu.prompts import PromptShape
-from serving.kernels.layer_weights import LinearWeights
+from serving.kernels.layer_weights import LinearWeights, MoeWeights
 from serving.model.decoder import Decoder, Planes
 from serving.model.fused_shape import unlike_llama
+from serving.model.moe import MoeMlp
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
 from serving.parallel.tensor_parallel import SummedLinear, TensorShare
@@ -56,9 +58,10 @@ class TritonForward:
         self.model = model
         self.device = embed.weight.device
         self.block_size = planes[0][0].shape[1]
+        layers = [layer_weights(layer, norm_weight, _own_weights, linear_weights) for layer in model.layers]
         self.kernels = TritonDecoder(
             embedding=embed.weight.detach(),
-            layers=[layer_weights(layer, norm_weight, _own_weights, linear_weights) for layer in model.layers],
+            layers=layers,
             final_norm=norm_weight(model.norm),
             head=linear_weights(head),
             eps=spec.norm_eps,
@@ -66,6 +69,7 @@ class TritonForward:
             rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
             ranks=share,
+            mixtures={at: Mixture(one.mlp) for at, one in enumerate(layers) if isinstance(one.mlp, MoeWeights)},
         )
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
@@ -245,10 +249,11 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason
-    if spec.moe is not None:
-        return "the Triton kernels have no experts"
-    if not gpu.supports_rows(max(spec.hidden, spec.intermediate), kind):
-        return f"the kernels do not compute rows of {max(spec.hidden, spec.intermediate)} in {dtype}"
+    widest = max(spec.hidden, spec.intermediate, spec.moe.intermediate if spec.moe is not None else 0)
+    if not gpu.supports_rows(widest, kind):
+        return f"the kernels do not compute rows of {widest} in {dtype}"
+    if spec.moe is not None and not gpu.supports_experts(spec.moe.experts):
+        return f"the kernels do not route rows among {spec.moe.experts} experts"
     if not gpu.supports_rotary(spec.head_dim, kv[0].dtype):
         return f"the kernels do not write heads of {spec.head_dim} dimensions as {kv[0].dtype}"
     if not gpu.supports_attention(spec.heads, spec.kv_heads, spec.head_dim, kind, kv[0].dtype):
@@ -263,4 +268,10 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
             return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"
+        if isinstance(module, MoeMlp) and len({_kinds(expert) for expert in module.experts}) > 1:
+            return f"of {name}'s experts some are INT8, and the kernels compute all of a layer alike"
     return None
+
+
+def _kinds(module: nn.Module) -> tuple[type, ...]:
+    return tuple(map(type, module.modules()))

@@ -17,6 +17,7 @@ from serving.kernels.gpu.rows import (
     quantize,
     silu_mul,
 )
+from serving.kernels.gpu.routing import supported as supports_experts
 from serving.kernels.gpu.rows import supported as supports_rows
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "rope_write_kv",
     "silu_mul",
     "supports_attention",
+    "supports_experts",
     "supports_linear",
     "supports_rotary",
     "supports_rows",

@@ -8,7 +8,7 @@ logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
-from serving.kernels.gpu.linear import int8_linear, tune, tuned_tiles
+from serving.kernels.gpu.linear import int8_linear, tune
+from serving.kernels.gpu.mixture import Mixture
 from serving.kernels.gpu.prompts import PromptAttention, TritonPrompts
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
@@ -27,6 +28,7 @@ from serving.kernels.gpu.rows import (
     quantize,
     silu_mul,
 )
+from serving.kernels.gpu.tiles import tuned_tiles
 from serving.kernels.layer_weights import LayerWeights, LinearWeights, MlpWeights
 
 Activation = Tensor | Quantized
@@ -74,6 +76,7 @@ class TritonDecoder:
     planes: Sequence[tuple[Tensor, ...]]
     prompts: PromptAttention = field(default_factory=TritonPrompts)
     ranks: TensorRanks | None = None
+    mixtures: Mapping[int, Mixture] = field(default_factory=dict)  # of the layers with experts in place of an MLP
 
     def __post_init__(self) -> None:
         assert len(self.layers) == len(self.planes)
@@ -138,16 +141,24 @@ class TritonDecoder:
                 # Rows without logits have written their KV: nothing more is asked of them.
                 attended_TH, x_TH = attended_TH[batch.logits_rows], x_TH[batch.logits_rows]
             branch_TH = self._summed(attended_TH, layer.o)
-            mlp = layer.mlp
-            assert isinstance(mlp, MlpWeights)
-            normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, mlp.gate_up)
-            gate_up = self._linear(normed, mlp.gate_up)
-            inner = silu_mul(gate_up, quantized=mlp.down.scale is not None)
-            branch_TH = self._summed(inner, mlp.down)
+            branch_TH, x_TH = self._mlp(index, x_TH, branch_TH)
         return x_TH, branch_TH
 
+    def _mlp(self, index: int, x_TH: Tensor, branch_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """What a layer's MLP, or its experts, make of x + branch, and that sum."""
+        layer = self.layers[index]
+        mlp = layer.mlp
+        if isinstance(mlp, MlpWeights):
+            normed, x_TH = self._normed(x_TH, branch_TH, layer.mlp_norm, mlp.gate_up)
+            inner = silu_mul(self._linear(normed, mlp.gate_up), quantized=mlp.down.scale is not None)
+            return self._summed(inner, mlp.down), x_TH
+        assert self.ranks is None, "experts are computed as a whole"
+        normed, x_TH = add_rms_norm(x_TH, branch_TH, layer.mlp_norm, self.eps)
+        assert isinstance(normed, Tensor)
+        return self.mixtures[index](normed, self._linear(normed, mlp.router)), x_TH
+
     def tune(self, most_rows: int) -> None:
-        """Choose the tiles of every INT8 product, for up to so many rows, now rather than within a step.
+        """Choose the tiles of every INT8 and every expert's product, for up to so many rows, now rather than in a step.
 
         On CUDA what an earlier process has chosen on such a device is not timed again.
         """
@@ -156,11 +167,14 @@ class TritonDecoder:
         mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MlpWeights)]
         linears = [linear for layer in self.layers for linear in (layer.qkv, layer.o)]
         linears += [linear for mlp in mlps for linear in (mlp.gate_up, mlp.down)]
+        linears += [mixture.weights.router for mixture in self.mixtures.values()]
         products = [(linear, self.dtype) for linear in linears] + [(self.head, torch.float32)]
         kinds = {(linear.weight.shape, linear.bias is None, dtype): linear for linear, dtype in products}
         for (_, _, dtype), linear in kinds.items():
             if linear.scale is not None:
                 tune(linear.weight, linear.scale, linear.bias, most_rows, dtype)
+        for mixture in {mixture.kind: mixture for mixture in self.mixtures.values()}.values():
+            mixture.tune(most_rows, self.dtype)
         if kept is not None and kept.chosen > before:
             kept.keep()
 
