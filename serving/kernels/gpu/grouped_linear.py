@@ -1,6 +1,6 @@
 """Products of rows with the weights of the experts they go to, in one launch, and the sum of what a row's experts made.
 
-Weights stay where they are: a table tells where each expert's lie. Floats are multiplied as floats, in the exact
+Weights stay where they are: a table tells how far apart each expert's lie. Floats are multiplied as floats, in the exact
 products of float32 for these; int8 as in `linear`, with the same sums of integers and the same epilogue.
 
 Shapes: T rows, K experts of a row, P = T · K pairs, E experts, I inputs, N outputs.
@@ -39,17 +39,26 @@ SUMMED = 1024  # outputs of one program that sums
 class ExpertWeights(NamedTuple):
     """One linear layer of all experts, where its tensors lie: these have to outlive it."""
 
-    table: Tensor  # [E, 2] int64: addresses of the weight [N, I] and, of int8, of its float32 scales [N]
-    outputs: int
-    inputs: int
-    dtype: torch.dtype
-    aligned: bool  # every weight begins at a multiple of ALIGNED
+    first: LinearWeights  # of the first expert: weight [N, I], and of int8 float32 scales [N]
+    table: Tensor  # [E, 2] int64: how many numbers behind those of the first an expert's weight and scales begin
+    aligned: bool  # weights are a multiple of ALIGNED bytes apart
+
+    @property
+    def outputs(self) -> int:
+        return self.first.weight.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.first.weight.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.weight.dtype
 
     @staticmethod
     def of(linears: Sequence[LinearWeights]) -> ExpertWeights:
         """Raises ValueError where they are not alike, or have biases or rotations."""
         first = linears[0].weight
-        streams = streams_of(first.device)
         require_device(*(linear.weight for linear in linears))
         require(first.dtype is torch.int8 or first.dtype in FLOATS, f"weights of {first.dtype}")
         for linear in linears:
@@ -59,13 +68,19 @@ class ExpertWeights(NamedTuple):
             require(linear.bias is None and not linear.rotation, "experts have neither biases nor rotations")
             require((scale is not None) == (weight.dtype is torch.int8), "int8 weights alone have scales")
             require(scale is None or (scale.dtype is torch.float32 and scale.is_contiguous()), "scales must be float32")
-        places = [
-            [streams.address(linear.weight), 0 if linear.scale is None else streams.address(linear.scale)]
-            for linear in linears
-        ]
-        table = torch.tensor(places, dtype=torch.int64, device=first.device)
-        aligned = all(weight % ALIGNED == 0 for weight, _ in places)
-        return ExpertWeights(table, *first.shape, first.dtype, aligned)
+        behind = [[_behind(linear.weight, first), _behind(linear.scale, linears[0].scale)] for linear in linears]
+        aligned = all(weight * first.element_size() % ALIGNED == 0 for weight, _ in behind)
+        return ExpertWeights(linears[0], torch.tensor(behind, dtype=torch.int64, device=first.device), aligned)
+
+
+def _behind(tensor: Tensor | None, first: Tensor | None) -> int:
+    """How many numbers behind the first tensor this one begins."""
+    if tensor is None or first is None:
+        return 0
+    streams = streams_of(first.device)
+    behind, over = divmod(streams.address(tensor) - streams.address(first), first.element_size())
+    require(over == 0, "weights must begin at multiples of their numbers' size")
+    return behind
 
 
 def grouped_linear(
@@ -91,6 +106,8 @@ def grouped_linear(
     _grouped_kernel[_grid(blocks, weights.outputs)](
         x,
         x if scales is None else scales,
+        weights.first.weight,
+        x if weights.first.scale is None else weights.first.scale,
         weights.table,
         rows.order,
         rows.blocks,
@@ -100,7 +117,7 @@ def grouped_linear(
         weights.outputs,
         weights.inputs,
         DOT=None if scales is not None else dot_type(x.dtype),
-        ALIGNED_WEIGHTS=weights.aligned,
+        ALIGNED_WEIGHTS=ALIGNED // x.element_size() if weights.aligned else 0,
         BLOCK_M=rows.height,
     )
     return out
@@ -165,6 +182,8 @@ _TILES = [_tiles(32, 32, 1, 1)] if INTERPRETED else TILES
 def _grouped_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     scales_ptr,
+    weight_ptr,  # of the first expert, and its scales
+    weight_scales_ptr,
     table_ptr,  # [E, 2]
     order_ptr,
     blocks_ptr,  # [3, B]
@@ -174,7 +193,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     outputs,
     inputs,
     DOT: tl.constexpr,  # None: int8
-    ALIGNED_WEIGHTS: tl.constexpr,
+    ALIGNED_WEIGHTS: tl.constexpr,  # numbers of which weights are a multiple apart; 0: of one
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -192,12 +211,11 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     used = place < tl.load(blocks_ptr + 2 * blocks + block)
     pair = tl.load(order_ptr + place, mask=used, other=0).to(tl.int64)
     n, k = column + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    address = tl.load(table_ptr + 2 * expert)
+    behind = tl.load(table_ptr + 2 * expert)
     if ALIGNED_WEIGHTS:
-        address = tl.multiple_of(address, 16)
-    weight_ptr = address.to(tl.pointer_type(x_ptr.dtype.element_ty))
+        behind = tl.multiple_of(behind, ALIGNED_WEIGHTS)
     x_row = x_ptr + (pair // sharing)[:, None] * inputs
-    weight_row = weight_ptr + n.to(tl.int64)[:, None] * inputs
+    weight_row = weight_ptr + behind + n.to(tl.int64)[:, None] * inputs
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32 if DOT is None else tl.float32)
     for start in range(0, inputs, BLOCK_K):
         at = start + k
@@ -210,7 +228,7 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
             sums = tl.dot(x.to(DOT), w.to(DOT).T, sums, input_precision="ieee")
     if DOT is None:
         scales = tl.load(scales_ptr + pair // sharing, mask=used, other=0.0)
-        weight_scales = tl.load(table_ptr + 2 * expert + 1).to(tl.pointer_type(tl.float32))
+        weight_scales = weight_scales_ptr + tl.load(table_ptr + 2 * expert + 1)
         y = scaled(sums, scales, weight_scales, weight_scales, n, outputs, False)
     else:
         y = sums
