@@ -1,5 +1,5 @@
-"""Launches, copies and host waits of a step with a prompt, of an 8B's 32 layers, or as many mixtures of experts, through
-the Triton path.
+"""Launches, copies and host waits of a step with a prompt, through the Triton path: of an 8B's 32 layers, or of as many
+with mixtures of experts.
 
 Its kernels are counted and do nothing, so what is drawn means nothing. `tests.gpu.step_counts` prints them.
 """

@@ -11,13 +11,13 @@ from serving.kernels.gpu.linear import int8_linear, tune
 from serving.kernels.gpu.linear import supported as supports_linear
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rotary import supported as supports_rotary
+from serving.kernels.gpu.routing import supported as supports_experts
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
     quantize,
     silu_mul,
 )
-from serving.kernels.gpu.routing import supported as supports_experts
 from serving.kernels.gpu.rows import supported as supports_rows
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""Products of rows with the weights of the experts they go to, in one launch, and the sum of what a row's experts made.
+"""What experts make of rows that go to them: products, each one launch for all experts, and the weighted sum.
 
-Weights stay where they are: a table tells how far apart each expert's lie. Floats are multiplied as floats, in the exact
-products of float32 for these; int8 as in `linear`, with the same sums of integers and the same epilogue.
+Weights stay where they are: a table tells how far apart each expert's lie. Floats are multiplied as floats, float32 by
+exact products; int8 as in `linear`, with the same sums of integers and the same epilogue.
 
 Shapes: T rows, K experts of a row, P = T · K pairs, E experts, I inputs, N outputs.
 """
@@ -28,6 +28,8 @@ from serving.kernels.gpu.launch import (
 )
 from serving.kernels.gpu.linear import scaled
 from serving.kernels.gpu.routing import ExpertRows
+from serving.kernels.gpu.rows import Quantized, quantized_tile, silu_product, warps_of
+from serving.kernels.gpu.rows import supported as supports_rows
 from serving.kernels.layer_weights import LinearWeights
 from serving.streams import streams_of
 
@@ -123,10 +125,37 @@ def grouped_linear(
     return out
 
 
-def weighted_sum(parts: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torch.dtype) -> Tensor:
+def pairs_silu_mul(gate_up: Tensor, chosen: Tensor, held: range, *, quantized: bool) -> Tensor | Quantized:
+    """`silu_mul` of rows [P, 2W] whose expert, in `chosen` [T, K] int32, is held; of others, anything."""
+    require_device(gate_up, chosen)
+    require_float("gate_up", gate_up)
+    pairs, width = chosen.numel(), gate_up.shape[1] // 2
+    require(gate_up.shape == (pairs, 2 * width) and gate_up.is_contiguous(), f"gate_up must be [{pairs}, 2W]")
+    require(chosen.dtype is torch.int32 and chosen.is_contiguous(), "chosen must be int32 and contiguous")
+    require(supports_rows(width, gate_up.dtype), f"rows are not {width} wide")
+    out = torch.empty((pairs, width), dtype=torch.int8 if quantized else gate_up.dtype, device=gate_up.device)
+    scales = torch.empty(pairs if quantized else 0, dtype=torch.float32, device=gate_up.device)
+    if pairs:
+        block = power_of_two(width)
+        _silu_kernel[(pairs,)](
+            gate_up,
+            chosen,
+            out,
+            scales,
+            held.start,
+            held.stop,
+            width,
+            QUANTIZE=quantized,
+            BLOCK=block,
+            num_warps=warps_of(block),
+        )
+    return Quantized(out, scales) if quantized else out
+
+
+def weighted_sum(parts: Tensor, chosen: Tensor, weights: Tensor, held: range, out_dtype: torch.dtype) -> Tensor:
     """[T, N] in `out_dtype`: parts [P, N] times their weights [T, K] float32, added one after the other in float32.
 
-    Where `chosen` [T, K] int32 is negative nothing is added.
+    Parts of experts in `chosen` [T, K] int32 that are not held are left out.
     """
     require_device(parts, chosen, weights)
     require_float("parts", parts)
@@ -139,7 +168,7 @@ def weighted_sum(parts: Tensor, chosen: Tensor, weights: Tensor, out_dtype: torc
     if rows:
         block = min(SUMMED, power_of_two(width))
         grid = rows, triton.cdiv(width, block)
-        _sum_kernel[grid](parts, chosen, weights, out, width, TOP_K=top_k, BLOCK=block)
+        _sum_kernel[grid](parts, chosen, weights, out, held.start, held.stop, width, TOP_K=top_k, BLOCK=block)
     return out
 
 
@@ -236,9 +265,30 @@ def _grouped_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=used[:, None] & (n < outputs)[None, :])
 
 
-@kernel_of_any()
+@kernel_of_any("first", "end")
+def _silu_kernel(  # type: ignore[no-untyped-def]
+    gate_up_ptr, chosen_ptr, out_ptr, scales_ptr, first, end, width, QUANTIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    pair = tl.program_id(0).to(tl.int64)
+    expert = tl.load(chosen_ptr + pair)
+    if (expert < first) | (expert >= end):
+        return
+    column = tl.arange(0, BLOCK)[None, :]
+    inside, row = column < width, gate_up_ptr + pair * 2 * width
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + width + column, mask=inside, other=0.0).to(tl.float32)
+    product = silu_product(gate, up, gate_up_ptr.dtype.element_ty)
+    if QUANTIZE:
+        values, scale = quantized_tile(product.to(tl.float32))
+        tl.store(out_ptr + pair * width + column, values, mask=inside)
+        tl.store(scales_ptr + pair + tl.arange(0, 1), scale)
+    else:
+        tl.store(out_ptr + pair * width + column, product, mask=inside)
+
+
+@kernel_of_any("first", "end")
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    parts_ptr, chosen_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, chosen_ptr, weights_ptr, out_ptr, first, end, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -246,7 +296,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in range(TOP_K):
         pair = row * TOP_K + k
-        if tl.load(chosen_ptr + pair) >= 0:
+        expert = tl.load(chosen_ptr + pair)
+        if (expert >= first) & (expert < end):
             part = tl.load(parts_ptr + pair * width + column, mask=inside, other=0.0).to(tl.float32)
             total += part * tl.load(weights_ptr + pair)
     tl.store(out_ptr + row * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -31,7 +31,7 @@ class ExpertRows(NamedTuple):
     """Pairs in the order of their experts, in blocks of at most `height`, each of one expert's."""
 
     order: Tensor  # [P] int32: pairs, row * K + which of its experts; what follows the last one means nothing
-    blocks: Tensor  # [3, B] int32: the expert, or -1 for none; its first place in `order`, and the one after its last
+    blocks: Tensor  # [3, B] int32: the expert, or -1 for none; the first place in `order`, and the one after its last
     height: int
 
 
@@ -72,20 +72,24 @@ def route(logits: Tensor, top_k: int, *, normalized: bool) -> tuple[Tensor, Tens
     return chosen, weights
 
 
-def by_expert(chosen: Tensor, experts: int) -> ExpertRows:
-    """Rows by the experts that they take: chosen [T, K] int32, below `experts`; negative ones are left out."""
+def by_expert(chosen: Tensor, held: range, experts: int) -> ExpertRows:
+    """Rows by the experts that they take, of so many: chosen [T, K] int32. Pairs of others than `held` are left out.
+
+    Experts of blocks are counted from the first that is held.
+    """
     require_device(chosen)
     require(chosen.dtype is torch.int32 and chosen.is_contiguous(), "chosen must be int32 and contiguous")
     require(supported(experts), f"{experts} experts: there may be 1 to {MOST_EXPERTS}")
+    require(held.step == 1 and 0 <= held.start < held.stop <= experts, f"{held} of {experts} experts")
     pairs, device = chosen.numel(), chosen.device
     height = block_height(pairs, experts)
-    count = most_blocks(pairs, experts, height)
+    count = most_blocks(pairs, len(held), height)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     blocks = torch.empty((3, count), dtype=torch.int32, device=device)
     if pairs:
-        counts = torch.empty(experts, dtype=torch.int32, device=device)
-        _count_kernel[(experts,)](chosen, counts, pairs, TILE=PAIRS)
-        _place_kernel[(experts,)](
+        counts = torch.empty(len(held), dtype=torch.int32, device=device)
+        _count_kernel[(len(held),)](chosen, counts, pairs, held.start, TILE=PAIRS)
+        _place_kernel[(len(held),)](
             chosen,
             counts,
             order,
@@ -93,8 +97,9 @@ def by_expert(chosen: Tensor, experts: int) -> ExpertRows:
             pairs,
             count,
             height,
-            EXPERTS=experts,
-            BLOCK_E=power_of_two(experts),
+            held.start,
+            EXPERTS=len(held),
+            BLOCK_E=power_of_two(len(held)),
             TILE=PAIRS,
         )
     return ExpertRows(order, blocks, height)
@@ -151,18 +156,18 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     tl.store(weights_ptr + at, weights, mask=kept)
 
 
-@kernel_of_any("pairs")
-def _count_kernel(chosen_ptr, counts_ptr, pairs, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Program e counts the pairs of expert e."""
+@kernel_of_any("pairs", "first")
+def _count_kernel(chosen_ptr, counts_ptr, pairs, first, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Program e counts the pairs of the e-th expert that is held."""
     expert = tl.program_id(0)
     found = tl.zeros((TILE,), dtype=tl.int32)
-    for first in range(0, pairs, TILE):
-        at = first + tl.arange(0, TILE)
-        found += (tl.load(chosen_ptr + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
+    for start in range(0, pairs, TILE):
+        at = start + tl.arange(0, TILE)
+        found += (tl.load(chosen_ptr + at, mask=at < pairs, other=-1) == first + expert).to(tl.int32)
     tl.store(counts_ptr + expert, tl.sum(found, axis=0))
 
 
-@kernel_of_any("pairs", "blocks", "height")
+@kernel_of_any("pairs", "blocks", "height", "first")
 def _place_kernel(  # type: ignore[no-untyped-def]
     chosen_ptr,
     counts_ptr,
@@ -171,12 +176,13 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     pairs,
     blocks,
     height,
+    first,
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program e writes the pairs and the blocks of expert e, behind those of the experts before; the last one also the
-    blocks that there are not.
+    """Program e writes the pairs and the blocks of the e-th expert that is held, behind those of the experts before it;
+    the last one also the blocks that there are not.
     """
     expert = tl.program_id(0)
     others, turn = tl.arange(0, BLOCK_E), tl.arange(0, TILE)
@@ -187,16 +193,16 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     end = place + tl.sum(tl.where(others == expert, counts, 0), axis=0)
     end_block = block + tl.sum(tl.where(others == expert, taken, 0), axis=0)
     last = tl.where(expert == EXPERTS - 1, blocks, end_block)
-    for first in range(0, last - block, TILE):
-        number = first + turn
+    for start in range(0, last - block, TILE):
+        number = start + turn
         own, at = block + number < end_block, block + number < last
         begin = place + number * height
         tl.store(blocks_ptr + block + number, tl.where(own, expert, ABSENT), mask=at)
         tl.store(blocks_ptr + blocks + block + number, begin, mask=at)
         tl.store(blocks_ptr + 2 * blocks + block + number, tl.minimum(begin + height, end), mask=at)
-    for first in range(0, pairs, TILE):
-        at = first + turn
-        own = tl.load(chosen_ptr + at, mask=at < pairs, other=-1) == expert
+    for start in range(0, pairs, TILE):
+        at = start + turn
+        own = tl.load(chosen_ptr + at, mask=at < pairs, other=-1) == first + expert
         rank = tl.cumsum(own.to(tl.int32), axis=0)
         tl.store(order_ptr + place + rank - 1, at, mask=own)
         place += tl.sum(own.to(tl.int32), axis=0)

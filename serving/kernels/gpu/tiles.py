@@ -17,6 +17,6 @@ from serving.kernels.tuned_tiles import TunedTiles
 
 def tuned_tiles(device: torch.device) -> TunedTiles:
     """Those of this CUDA device, for these kernels as they are written now."""
-    source = sha256(b"".join(Path(module.__file__).read_bytes() for module in (linear, grouped_linear)))
+    source = sha256(b"".join(Path(file).read_bytes() for file in (linear.__file__, grouped_linear.__file__)))
     tuners = {**linear.TUNERS, **grouped_linear.TUNERS}
     return TunedTiles(tuners, device_kind(device) | {"source": source.hexdigest()})

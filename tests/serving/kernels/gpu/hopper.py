@@ -227,8 +227,11 @@ def linear() -> None:
 def routed() -> None:
     """A decode step of 64 rows among 128 experts."""
     chosen, weights = routing.route(torch.zeros(64, 128, dtype=torch.bfloat16), 8, normalized=True)
-    routing.by_expert(chosen, 128)
-    grouped_linear.weighted_sum(torch.zeros(512, 2048, dtype=torch.bfloat16), chosen, weights, torch.bfloat16)
+    routing.by_expert(chosen, range(128), 128)
+    parts = torch.zeros(512, 2048, dtype=torch.bfloat16)
+    grouped_linear.weighted_sum(parts, chosen, weights, range(128), torch.bfloat16)
+    for quantized in (False, True):
+        grouped_linear.pairs_silu_mul(parts, chosen, range(128), quantized=quantized)
 
 
 def grouped(dtype: torch.dtype) -> None:
@@ -236,7 +239,7 @@ def grouped(dtype: torch.dtype) -> None:
     scale = torch.ones(1536) if dtype is torch.int8 else None
     weights = grouped_linear.ExpertWeights.of([LinearWeights(weight=torch.zeros(1536, 2048, dtype=dtype), scale=scale)])
     for count in (8, 200):
-        rows = routing.by_expert(torch.zeros(count, 1, dtype=torch.int32), 1)
+        rows = routing.by_expert(torch.zeros(count, 1, dtype=torch.int32), range(1), 1)
         x, scales = torch.zeros(count, 2048, dtype=dtype), None if scale is None else torch.ones(count)
         grouped_linear.grouped_linear(x, scales, rows, weights, torch.bfloat16)
 

@@ -7,7 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from serving.kernels import gpu
-from serving.kernels.gpu.grouped_linear import TILES, ExpertWeights, fitting, grouped_linear, weighted_sum
+from serving.kernels.gpu.grouped_linear import (
+    TILES,
+    ExpertWeights,
+    fitting,
+    grouped_linear,
+    pairs_silu_mul,
+    weighted_sum,
+)
 from serving.kernels.gpu.mixture import Mixture, rows_of_every_height
 from serving.kernels.gpu.routing import block_height, by_expert
 from serving.kernels.int8 import quantize_rows
@@ -18,6 +25,7 @@ from serving.model.quantized_linear import QuantizedLinear
 from tests.serving.kernels.gpu.formulas import CLOSE, error, int8_linear
 
 EXPERTS = 5
+HELD = range(EXPERTS)
 
 
 def float_weights(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> list[LinearWeights]:
@@ -47,7 +55,7 @@ def test_float_products(
 ) -> None:
     linears, chosen = float_weights(outputs, inputs, dtype, device), some_rows(rows, top_k, device)
     x = torch.randn(rows, inputs).to(dtype).to(device)
-    found = grouped_linear(x, None, by_expert(chosen, EXPERTS), ExpertWeights.of(linears), dtype)
+    found = grouped_linear(x, None, by_expert(chosen, HELD, EXPERTS), ExpertWeights.of(linears), dtype)
     expected = [
         x[pair // top_k].double() @ linears[expert].weight.double().T
         for pair, expert in enumerate(chosen.flatten().tolist())
@@ -62,7 +70,7 @@ def test_int8_products_have_the_bits_of_the_plain_kernel(each: bool, device: tor
     rows, top_k, inputs, outputs = 45, 3, 80, 40
     linears, chosen = int8_weights(outputs, inputs, device), some_rows(rows, top_k, device)
     x = gpu.quantize(torch.randn(rows * top_k if each else rows, inputs).to(device))
-    found = grouped_linear(*x, by_expert(chosen, EXPERTS), ExpertWeights.of(linears), torch.float32)
+    found = grouped_linear(*x, by_expert(chosen, HELD, EXPERTS), ExpertWeights.of(linears), torch.float32)
     for pair, expert in enumerate(chosen.flatten().tolist()):
         row = slice(pair, pair + 1) if each else slice(pair // top_k, pair // top_k + 1)
         weight, scale = linears[expert].weight, linears[expert].scale
@@ -81,19 +89,32 @@ def test_a_row_does_not_depend_on_the_others(device: torch.device) -> None:
     weights = ExpertWeights.of([linears[0] if at == 3 else LinearWeights(weight=nothing) for at in range(EXPERTS)])
     x = torch.randn(70, 48).to(device)
     chosen = torch.full((70, 1), 3, dtype=torch.int32, device=device)
-    together = grouped_linear(x, None, by_expert(chosen, EXPERTS), weights, torch.float32)
+    together = grouped_linear(x, None, by_expert(chosen, HELD, EXPERTS), weights, torch.float32)
     assert error(together, x.double() @ linears[0].weight.double().T) < 1e-6
-    alone = grouped_linear(x[9:10], None, by_expert(chosen[:1], EXPERTS), weights, torch.float32)
+    alone = grouped_linear(x[9:10], None, by_expert(chosen[:1], HELD, EXPERTS), weights, torch.float32)
     assert error(alone, together[9:10]) < 1e-6
 
 
 def test_parts_are_added_one_after_the_other(device: torch.device) -> None:
     parts, weights = torch.randn(12, 40), torch.rand(4, 3)
-    chosen = torch.tensor([[0, 1, 2], [2, -1, 0], [-1, -1, -1], [1, 0, -1]], dtype=torch.int32)
-    parts[chosen.flatten() < 0] = torch.nan
-    found = weighted_sum(parts.to(device), chosen.to(device), weights.to(device), torch.float32)
+    chosen = torch.tensor([[5, 6, 7], [7, 8, 5], [-1, 4, 0], [6, 5, -1]], dtype=torch.int32)
+    parts[(chosen.flatten() < 5) | (chosen.flatten() > 7)] = torch.nan
+    found = weighted_sum(parts.to(device), chosen.to(device), weights.to(device), range(5, 8), torch.float32)
     expected = (parts.view(4, 3, 40) * weights[..., None]).nan_to_num(0.0).sum(dim=1)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_of_the_pairs_that_are_held(dtype: torch.dtype, quantized: bool, device: torch.device) -> None:
+    """The bits of the same operation on all rows; of other pairs nothing is read."""
+    gate_up = torch.randn(6, 96).to(dtype).to(device)
+    chosen = torch.tensor([[3, 5], [4, -1], [9, 4]], dtype=torch.int32, device=device)
+    held = (chosen.flatten() >= 3) & (chosen.flatten() < 5)
+    expected = gpu.silu_mul(gate_up[held], quantized=quantized)
+    found = pairs_silu_mul(gate_up.masked_fill(~held[:, None], torch.nan), chosen, range(3, 5), quantized=quantized)
+    for one, other in zip(found, expected, strict=True) if quantized else [(found, expected)]:
+        assert isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one[held], other)
 
 
 def module_of(spec: MoeSpec, hidden: int, *, int8: bool) -> MoeMlp:
@@ -174,7 +195,7 @@ def test_what_is_refused(device: torch.device) -> None:
         ExpertWeights.of([LinearWeights(weight=floats[0].weight, bias=floats[0].weight[:, 0])])
     with pytest.raises(ValueError, match="have scales"):
         ExpertWeights.of([LinearWeights(weight=integers[0].weight)])
-    rows, weights = by_expert(some_rows(4, 2, device), EXPERTS), ExpertWeights.of(floats)
+    rows, weights = by_expert(some_rows(4, 2, device), HELD, EXPERTS), ExpertWeights.of(floats)
     with pytest.raises(ValueError, match="x must be"):
         grouped_linear(torch.zeros(4, 16, device=device), None, rows, weights, torch.float32)
     with pytest.raises(ValueError, match="8 pairs of 3 rows"):
@@ -182,4 +203,6 @@ def test_what_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="do not go to weights"):
         grouped_linear(torch.zeros(4, 32, dtype=torch.bfloat16, device=device), None, rows, weights, torch.float32)
     with pytest.raises(ValueError, match="parts must be"):
-        weighted_sum(torch.zeros(7, 8, device=device), some_rows(4, 2, device), torch.ones(4, 2), torch.float32)
+        weighted_sum(torch.zeros(7, 8, device=device), some_rows(4, 2, device), torch.ones(4, 2), HELD, torch.float32)
+    with pytest.raises(ValueError, match="gate_up must be"):
+        pairs_silu_mul(torch.zeros(7, 8, device=device), some_rows(4, 2, device), HELD, quantized=False)

@@ -1,4 +1,4 @@
-"""Routing against the model's own formula, and rows in the order of their experts: every pair once, in blocks of one."""
+"""Routing against the model's own formula, and rows in the order of experts: every pair once, in blocks of one."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def test_ties_and_what_is_no_number(device: torch.device) -> None:
     assert torch.isnan(weights[2]).all() and torch.isnan(weights[3]).all()
 
 
-def checked(chosen: Tensor, experts: int) -> ExpertRows:
-    rows = by_expert(chosen, experts)
-    flat, order, blocks = chosen.flatten().tolist(), rows.order.tolist(), rows.blocks.T.tolist()
+def checked(chosen: Tensor, experts: int, first: int = 0) -> ExpertRows:
+    rows = by_expert(chosen, range(first, first + experts), first + experts)
+    flat = [expert - first if first <= expert < first + experts else -1 for expert in chosen.flatten().tolist()]
+    order, blocks = rows.order.tolist(), rows.blocks.T.tolist()
     found: list[int] = []
     there = [block for block in blocks if block[0] >= 0]
     assert all(expert == -1 for expert, _, _ in blocks[len(there) :])
@@ -90,7 +91,8 @@ def test_all_rows_go_to_one_expert(expert: int, device: torch.device) -> None:
 def test_rows_that_nobody_here_takes_are_left_out(device: torch.device) -> None:
     checked(torch.tensor([[-1, 2], [0, -1], [-1, -1]], dtype=torch.int32, device=device), 3)
     checked(torch.full((3, 2), -1, dtype=torch.int32, device=device), 3)
-    assert by_expert(torch.empty((0, 2), dtype=torch.int32, device=device), 3).blocks.shape == (3, 0)
+    checked(torch.tensor([[4, 2], [0, 5], [6, 3]], dtype=torch.int32, device=device), 3, first=3)
+    assert by_expert(torch.empty((0, 2), dtype=torch.int32, device=device), range(3), 3).blocks.shape == (3, 0)
 
 
 def test_how_blocks_are_sized() -> None:
@@ -109,6 +111,6 @@ def test_what_is_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=f"1 to {MOST_EXPERTS}"):
         route(torch.zeros(1, MOST_EXPERTS + 1, device=device), 1, normalized=True)
     with pytest.raises(ValueError, match="int32"):
-        by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), 8)
+        by_expert(torch.zeros(1, 1, dtype=torch.int64, device=device), range(8), 8)
     with pytest.raises(ValueError, match="contiguous"):
         route(torch.zeros(8, 2, device=device).T, 1, normalized=True)
