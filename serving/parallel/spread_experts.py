@@ -82,7 +82,7 @@ class RowExchange:
         if sent.rows.scale is not None and rows.scale is not None:
             sent.rows.scale[:count] = rows.scale
         sent.experts[:count] = experts_tK
-        sent.experts[count:] = NOBODY
+        sent.experts[count:].fill_(NOBODY)
         sent.weights[:count] = weights_tK
         own[1:] = own[0]
         self.rows.group.exchange(came, own)
