@@ -49,7 +49,7 @@ def test_what_a_step_needs_comes_before_it(name: str) -> None:
 
 def test_correctness_comes_first_and_int8_products_last_of_it() -> None:
     names = [step.name for step in PLANS["cuda"] if step.stage == 1]
-    assert names == ["test-kernels", "test-forward", "sanitizer", "test-int8"]
+    assert names == ["test-kernels", "test-forward", "sanitizer", "test-experts", "test-int8"]
     assert [step.stage for step in PLANS["cuda"]] == sorted(step.stage for step in PLANS["cuda"])
     without = cuda_plan(PlanPlaces(models=Path("/models"), out=Path("/out")))
     assert "sanitizer" not in {step.name for step in without}
