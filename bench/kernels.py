@@ -143,7 +143,7 @@ def bench_experts(bench: KernelBench) -> None:
         for rows in bench.sizes.few:
             logits = [bench.bf16(rows, experts) for _ in range(8)]
             spent = bench.seconds_of(*(partial(mixture, bench.bf16(rows, hidden), one) for one in logits))
-            met = sum(len(one.topk(top_k).indices.unique()) for one in logits) / len(logits)
+            met = sum(len(set(one.topk(top_k).indices.flatten().tolist())) for one in logits) / len(logits)
             bench.bytes_line(f"{name}, {rows} rows", spent, met * 3 * hidden * inner * dtype.itemsize)
         rows = bench.sizes.many
         spent = bench.seconds_of(partial(mixture, bench.bf16(rows, hidden), bench.bf16(rows, experts)))

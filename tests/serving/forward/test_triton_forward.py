@@ -386,9 +386,13 @@ def test_what_is_not_supported_is_said(
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
 def test_all_of_it_under_the_interpreter() -> None:
-    also = [__file__.replace("_forward", name) for name in ("_sparse", "_flashinfer")]
+    interpreted(__file__, __file__.replace("_forward", "_flashinfer"))
+
+
+def interpreted(*files: str) -> None:
+    """Their tests, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", __file__, *also],
+        [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *files],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,

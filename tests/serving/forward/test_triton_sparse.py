@@ -1,11 +1,13 @@
 """Models with experts through the Triton kernels against their own modules: scores, tokens and KV.
 
-Families differ by what their spec says alone. Without a GPU all of it is interpreted (test_triton_forward).
+Families differ by what their spec says alone. Without a GPU they run through Triton's interpreter, in a process of
+their own (see tests/serving/kernels/gpu/conftest).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +28,12 @@ from tests.serving.forward.test_triton_forward import (
     Pair,
     ReplayedByHand,
     error,
+    interpreted,
     runs_here,
     step_of,
     triton_forward,
 )
+from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 
 __all__ = ["triton_forward"]  # the fixture
 
@@ -138,3 +142,9 @@ def held_nowhere(moe: MoeSpec) -> Decoder:
 
 def planes() -> Any:
     return DeviceKV(SPEC.kv_layers("float32"), 1, BLOCK_SIZE).planes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
+def test_all_of_it_under_the_interpreter() -> None:
+    interpreted(__file__)

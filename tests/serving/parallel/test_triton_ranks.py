@@ -5,9 +5,6 @@ The interpreter runs one kernel of a process at a time, so the ranks, threads he
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from threading import Lock
@@ -31,9 +28,9 @@ from tests.serving.forward.test_triton_forward import (
     BLOCK_SIZE,
     BLOCKS,
     CASES,
-    ROOT,
     Case,
     error,
+    interpreted,
     runs_here,
     step_of,
     tiny,
@@ -160,7 +157,4 @@ def test_other_shares_are_left_to_the_modules(triton_forward: ModuleType) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
 def test_all_of_it_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted(__file__)

@@ -117,16 +117,16 @@ def test_silu_mul_of_the_pairs_that_are_held(dtype: torch.dtype, quantized: bool
         assert isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one[held], other)
 
 
-def module_of(spec: MoeSpec, hidden: int, *, int8: bool) -> MoeMlp:
+def module_of(spec: MoeSpec, hidden: int, *int8: str) -> MoeMlp:
+    """`int8` names layers of its experts."""
     module = MoeMlp(hidden, spec)
     for parameter in module.parameters():
         parameter.data = 1.5 * torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5
-    if int8:
-        for expert in module.experts:
-            for name in ("gate_up", "down"):
-                linear = expert.get_submodule(name)
-                assert isinstance(linear, nn.Linear)
-                setattr(expert, name, QuantizedLinear(*quantize_rows(linear.weight.detach())))
+    for expert in module.experts:
+        for name in int8:
+            linear = expert.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            setattr(expert, name, QuantizedLinear(*quantize_rows(linear.weight.detach())))
     return module
 
 
@@ -147,14 +147,20 @@ def weights_of(module: MoeMlp, device: torch.device) -> MoeWeights[LinearWeights
 
 @pytest.mark.parametrize(
     ("rows", "experts", "top_k", "normalized", "int8"),
-    [(1, 3, 1, True, False), (21, 9, 8, False, False), (1, 9, 8, True, True), (33, 3, 2, True, True)],
+    [
+        (1, 3, 1, True, ()),
+        (21, 9, 8, False, ()),
+        (1, 9, 8, True, ("gate_up", "down")),
+        (33, 3, 2, True, ("gate_up", "down")),
+        (4, 3, 2, True, ("gate_up",)),
+    ],
 )
 def test_a_mixture_is_the_models_own(
-    rows: int, experts: int, top_k: int, normalized: bool, int8: bool, device: torch.device
+    rows: int, experts: int, top_k: int, normalized: bool, int8: tuple[str, ...], device: torch.device
 ) -> None:
     """An int8 may round to either side of a tie."""
     spec = MoeSpec(experts=experts, top_k=top_k, intermediate=16, sparse=(True,), normalized=normalized)
-    module, x = module_of(spec, 32, int8=int8), torch.randn(rows, 32)
+    module, x = module_of(spec, 32, *int8), torch.randn(rows, 32)
     weights = weights_of(module, device)
     with torch.inference_mode():
         logits = module.router(x)
@@ -173,7 +179,7 @@ def test_tuning_covers_every_height_of_blocks(most: int, top_k: int, experts: in
 
 def test_tuning_computes(device: torch.device) -> None:
     spec = MoeSpec(experts=3, top_k=2, intermediate=16, sparse=(True,))
-    Mixture(weights_of(module_of(spec, 32, int8=True), device)).tune(9, torch.float32)
+    Mixture(weights_of(module_of(spec, 32, "gate_up", "down"), device)).tune(9, torch.float32)
 
 
 @pytest.mark.parametrize("height", [16, 128])
