@@ -20,6 +20,7 @@ from serving.model.decoder import Decoder, Layer
 from serving.model.moe import MoeMlp
 from serving.model.moe_spec import MoeSpec
 from serving.model.quantized_linear import hold_int8
+from tests.serving.forward.own_process import interpreted
 from tests.serving.forward.test_triton_forward import (
     BLOCK_SIZE,
     DEVICE,
@@ -28,7 +29,6 @@ from tests.serving.forward.test_triton_forward import (
     Pair,
     ReplayedByHand,
     error,
-    interpreted,
     runs_here,
     step_of,
     triton_forward,

@@ -23,6 +23,7 @@ from serving.parallel.collective import Collective
 from serving.parallel.holding import hold_share
 from serving.parallel.layout import ParallelLayout
 from serving.parallel.spread_experts import SpreadMoe
+from tests.serving.forward.own_process import interpreted
 from tests.serving.forward.test_triton_forward import (
     BIASES,
     BLOCK_SIZE,
@@ -30,7 +31,6 @@ from tests.serving.forward.test_triton_forward import (
     CASES,
     Case,
     error,
-    interpreted,
     runs_here,
     step_of,
     tiny,
