@@ -17,6 +17,7 @@ from serving.kernels.gpu.grouped_linear import (
 )
 from serving.kernels.gpu.mixture import Mixture, rows_of_every_height
 from serving.kernels.gpu.routing import block_height, by_expert
+from serving.kernels.gpu.tiles import tuned_tiles
 from serving.kernels.int8 import quantize_rows
 from serving.kernels.layer_weights import LinearWeights, MlpWeights, MoeWeights
 from serving.model.moe import MoeMlp
@@ -175,6 +176,12 @@ def test_tuning_covers_every_height_of_blocks(most: int, top_k: int, experts: in
     tuned = {block_height(rows * top_k, experts) for rows in rows_of_every_height(most, top_k, experts)}
     assert max(rows_of_every_height(most, top_k, experts)) <= most
     assert tuned == {block_height(rows * top_k, experts) for rows in range(1, most + 1)}
+
+
+def test_tiles_of_all_products_are_kept(device: torch.device) -> None:
+    kept = tuned_tiles(device)
+    assert set(kept.tuners) == {"many rows", "few rows", "grouped"}
+    assert all(tuner.configs for tuner in kept.tuners.values())
 
 
 def test_tuning_computes(device: torch.device) -> None:
