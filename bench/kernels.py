@@ -27,7 +27,7 @@ from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
-    from serving.kernels.gpu.mixture import Mixture
+    from serving.kernels.gpu.mixture import ExpertMixture
     from serving.kernels.gpu.prompt_trial import LibraryTrial, NotUsed
     from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
@@ -138,7 +138,7 @@ def bench_experts(bench: KernelBench) -> None:
     for dtype in KINDS:
         made = partial(random_linear, bench, dtype)
         mlps = [MlpWeights(gate_up=made(2 * inner, hidden), down=made(hidden, inner)) for _ in range(experts)]
-        mixture = Mixture(MoeWeights(router=router, experts=tuple(mlps), top_k=top_k, normalized=True))
+        mixture = ExpertMixture(MoeWeights(router=router, experts=tuple(mlps), top_k=top_k, normalized=True))
         name = f"{experts} experts, {str(dtype).removeprefix('torch.')}"
         for rows in bench.sizes.few:
             logits = [bench.bf16(rows, experts) for _ in range(8)]

@@ -26,7 +26,7 @@ from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
 from serving.kernels.gpu.decoder import StepRanks, TritonDecoder
-from serving.kernels.gpu.mixture import Mixture
+from serving.kernels.gpu.mixture import ExpertMixture
 from serving.kernels.gpu.prompt_choice import FLASHINFER, choose_prompts
 from serving.kernels.gpu.prompt_trial import PromptWork
 from serving.kernels.gpu.prompts import PromptShape
@@ -262,11 +262,11 @@ def _experts(mlp: MoeMlp) -> tuple[MlpWeights[LinearWeights], ...]:
     return tuple(gated_weights(expert, linear_weights, linear_weights) for expert in mlp.experts.children())
 
 
-def _mixture(layer: nn.Module, weights: MoeWeights[LinearWeights]) -> Mixture:
+def _mixture(layer: nn.Module, weights: MoeWeights[LinearWeights]) -> ExpertMixture:
     assert isinstance(layer, Layer)
     if isinstance(layer.mlp, SpreadMoe):
-        return Mixture(weights, layer.mlp.held, layer.mlp.exchange)
-    return Mixture(weights)
+        return ExpertMixture(weights, layer.mlp.held, layer.mlp.exchange)
+    return ExpertMixture(weights)
 
 
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:

@@ -82,7 +82,7 @@ def test_the_plan_is_printed_and_says_what_is_not_built(
     monkeypatch.setattr(gpu, "import_error", lambda stages: "")
     assert gpu.main(["--plan", "--device", "cuda", "--stages", "3", "5", "--commit", "c", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "stage 3, whole decode steps: about 300 s, at most 525 s" in told
+    assert "stage 3, whole decode steps: about 360 s, at most 525 s" in told
     assert "stage 4, a mixed worker: about 40 s" in told  # the folder that stage 5 needs
     assert "kernels-attention" not in told
     assert "FP8: not built" in told

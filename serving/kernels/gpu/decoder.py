@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from serving.batch.ragged import RaggedBatch
 from serving.kernels.gpu.attention import paged_attention
 from serving.kernels.gpu.linear import int8_linear, tune
-from serving.kernels.gpu.mixture import Mixture
+from serving.kernels.gpu.mixture import ExpertMixture
 from serving.kernels.gpu.prompts import PromptAttention, TritonPrompts
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rows import (
@@ -98,7 +98,7 @@ class TritonDecoder:
     planes: Sequence[tuple[Tensor, ...]]
     prompts: PromptAttention = field(default_factory=TritonPrompts)
     ranks: StepRanks | None = None
-    mixtures: Mapping[int, Mixture] = field(default_factory=dict)  # of the layers with experts in place of an MLP
+    mixtures: Mapping[int, ExpertMixture] = field(default_factory=dict)  # of the layers with experts in place of an MLP
 
     def __post_init__(self) -> None:
         assert len(self.layers) == len(self.planes)

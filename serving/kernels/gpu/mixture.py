@@ -60,7 +60,7 @@ class OwnRowsAlone:
         return made_NH
 
 
-class Mixture:
+class ExpertMixture:
     """The experts of a layer that are here, over the tensors of `weights`."""
 
     def __init__(

@@ -15,7 +15,7 @@ from serving.kernels.gpu.grouped_linear import (
     pairs_silu_mul,
     weighted_sum,
 )
-from serving.kernels.gpu.mixture import Mixture, rows_of_every_height
+from serving.kernels.gpu.mixture import ExpertMixture, rows_of_every_height
 from serving.kernels.gpu.routing import block_height, by_expert
 from serving.kernels.gpu.tiles import tuned_tiles
 from serving.kernels.int8 import quantize_rows
@@ -166,9 +166,9 @@ def test_a_mixture_is_the_models_own(
     with torch.inference_mode():
         logits = module.router(x)
         expected = module(x)
-    found = Mixture(weights)(x.to(device), logits.to(device))
+    found = ExpertMixture(weights)(x.to(device), logits.to(device))
     assert found.shape == expected.shape and error(found, expected) < (1e-2 if int8 else 1e-6)
-    assert Mixture(weights)(x[:0].to(device), logits[:0].to(device)).shape == (0, 32)
+    assert ExpertMixture(weights)(x[:0].to(device), logits[:0].to(device)).shape == (0, 32)
 
 
 @pytest.mark.parametrize(("most", "top_k", "experts"), [(1, 2, 8), (70, 2, 8), (2048, 8, 128), (300, 1, 3), (64, 8, 8)])
@@ -186,7 +186,7 @@ def test_tiles_of_all_products_are_kept(device: torch.device) -> None:
 
 def test_tuning_computes(device: torch.device) -> None:
     spec = MoeSpec(experts=3, top_k=2, intermediate=16, sparse=(True,))
-    Mixture(weights_of(module_of(spec, 32, "gate_up", "down"), device)).tune(9, torch.float32)
+    ExpertMixture(weights_of(module_of(spec, 32, "gate_up", "down"), device)).tune(9, torch.float32)
 
 
 @pytest.mark.parametrize("height", [16, 128])
