@@ -3,7 +3,7 @@
 Run `python -m bench.gpu_decode`; without a CUDA device it says so and exits with 2. A step is everything from lists of
 block numbers to a token in host memory: batch, CUDA graph, greedy choice; the next begins before its tokens are read.
 The roofline is the time a copy, measured in the same run, would take to move what a step must read: every weight
-but the embedding once, and the KV of every sequence.
+but the embedding once, of experts those that its rows meet in the mean, and the KV of every sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.random_model import SHAPES, llama, random_model, weight_bytes
+from bench.random_model import MIXTURES, SHAPES, llama, random_model, step_weight_bytes
 from kvcache.memory.device import DeviceKV, token_bytes
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cuda_graphs import GraphSizes
@@ -182,7 +182,7 @@ def measure_weights(
     """A row for each batch and context whose KV finds room."""
     from serving.forward.triton_forward import TritonForward
 
-    spec = llama(**SHAPES[options.shape])
+    spec = llama(**(SHAPES | MIXTURES)[options.shape])
     model = random_model(spec, weights, torch.bfloat16, device)
     specs = spec.kv_layers(options.kv)
     most, free = room(device) / (BLOCK * token_bytes(specs)), []
@@ -215,7 +215,7 @@ def measure_weights(
                 graph_context=size[1] if graphs and size is not None else 0,
                 step_ms=taken * 1e3,
                 tokens_per_second=batch / taken,
-                step_bytes=weight_bytes(model) + batch * context * token_bytes(specs),
+                step_bytes=step_weight_bytes(model, batch) + batch * context * token_bytes(specs),
                 copy_bytes_per_second=bandwidth,
             )
         )
@@ -250,7 +250,7 @@ def show(result: Result) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=SHAPES | MIXTURES, default="8b")
     parser.add_argument(
         "--weights",
         nargs="+",

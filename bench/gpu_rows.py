@@ -13,6 +13,7 @@ from typing import Any
 BEYOND, WITHIN, BELOW, UNJUDGED = "beyond", "as expected", "below", "—"
 LAST_READY_SECONDS = 30.0  # of a start that is not the first
 LEAST_LINK_SHARE = 0.5  # of what a handoff's bytes take to cross to the host
+LIKE_SHAPE = "8b"  # what the review expects something of
 LIKE_CONTEXT = 1024  # of stage 3's rows that served steps are held against
 
 Figures = Mapping[str, Any]
@@ -82,7 +83,9 @@ def kernel_rows(figures: Figures) -> list[GpuRow]:
 def step_rows(figures: Figures) -> list[GpuRow]:
     rows = []
     for row in figures.get("rows", ()):
-        name = f"step {row['weights']}, {row['batch']} x {row['context']}"
+        shape = figures.get("shape", LIKE_SHAPE)
+        of = "" if shape == LIKE_SHAPE else f"{shape} "
+        name = f"{of}step {row['weights']}, {row['batch']} x {row['context']}"
         share = row["roofline_share"]
         told, verdict = judged(name, share)
         graph = f", graph of {row['graph_context']:,}" if row["graph_context"] else ", no graph"
@@ -100,7 +103,10 @@ def step_rows(figures: Figures) -> list[GpuRow]:
         )
     rows += [GpuRow(name=line, measured="left out") for line in figures.get("skipped", ())]
     rows += [
-        GpuRow(name=f"peak memory of steps, {weights}", measured=f"{size / 2**30:.1f} GiB")
+        GpuRow(
+            name=f"peak memory of steps, {figures.get('shape', LIKE_SHAPE)}, {weights}",
+            measured=f"{size / 2**30:.1f} GiB",
+        )
         for weights, size in figures.get("peak_bytes", {}).items()
         if size
     ]

@@ -23,6 +23,7 @@ STAGES = {
 NOT_BUILT = {"fp8": "stage 4 in FP8: not built, torch alone multiplies FP8 weights"}
 KERNEL_TESTS = "tests/serving/kernels/gpu"
 FORWARD_TESTS = ("tests/gpu", "tests/serving/forward/test_triton_forward.py")
+EXPERT_TESTS = (f"{KERNEL_TESTS}/test_grouped_linear.py", "tests/serving/forward/test_triton_sparse.py")
 SHORT_ATTENTION = "test_float16"
 INT8_TESTS = "int8_linear"  # they tune long, and so go last
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -69,12 +70,13 @@ def _pytest(*arguments: str) -> tuple[str, ...]:
 
 def _cuda_tests(places: PlanPlaces) -> list[GpuStep]:
     linear = f"{KERNEL_TESTS}/test_linear.py"
+    tuning = [f"--ignore={linear}", f"--ignore={EXPERT_TESTS[0]}"]
     steps = [
         GpuStep(
             name="test-kernels",
             stage=1,
             what="kernels against plain formulas",
-            command=_pytest(KERNEL_TESTS, f"--ignore={linear}"),
+            command=_pytest(KERNEL_TESTS, *tuning),
             expected=60,
             limit=200,
             json=False,
@@ -85,6 +87,15 @@ def _cuda_tests(places: PlanPlaces) -> list[GpuStep]:
             what="forward, graphs and waits",
             command=_pytest(*FORWARD_TESTS, "-k", f"not {INT8_TESTS}"),
             expected=80,
+            limit=200,
+            json=False,
+        ),
+        GpuStep(
+            name="test-experts",
+            stage=1,
+            what="products by experts, and mixtures",
+            command=_pytest(*EXPERT_TESTS),
+            expected=75,
             limit=200,
             json=False,
         ),
@@ -114,7 +125,13 @@ def _cuda_tests(places: PlanPlaces) -> list[GpuStep]:
 
 
 def _cuda_kernels() -> list[GpuStep]:
-    groups = {"attention": (40.0, 150.0), "rows": (15.0, 90.0), "few": (80.0, 200.0), "linear": (100.0, 250.0)}
+    groups = {
+        "attention": (40.0, 150.0),
+        "rows": (15.0, 90.0),
+        "experts": (70.0, 200.0),
+        "few": (80.0, 200.0),
+        "linear": (100.0, 250.0),
+    }
     return [
         GpuStep(
             name=f"kernels-{group}",
@@ -130,15 +147,18 @@ def _cuda_kernels() -> list[GpuStep]:
 
 def _cuda_steps() -> list[GpuStep]:
     def step(name: str, weights: str, limits: tuple[float, float], *flags: str) -> GpuStep:
-        what = f"decode steps, {weights}{', graphs of 131,072' if flags[-1] == '131072' else ''}"
+        of = {"131072": ", graphs of 131,072", "30b-a3b": ", mixtures of 128 experts"}.get(flags[-1], "")
+        what = f"decode steps, {weights}{of}"
         command = ("bench.gpu_decode", "--weights", weights, *flags)
         return GpuStep(name=name, stage=3, what=what, command=command, expected=limits[0], limit=limits[1])
 
+    few = ("--batches", "1", "8", "64", "--contexts", "1024")
     full = ("--batches", "1", "8", "64", "128", "--contexts", "1024", "4096")
     return [
         step("steps-bfloat16", "bfloat16", (70, 200), *full),
         step("steps-int8", "int8", (110, 250), *full),
-        step("steps-quantized", "quantized", (70, 150), "--batches", "1", "8", "64", "--contexts", "1024"),
+        step("steps-quantized", "quantized", (70, 150), *few),
+        step("steps-experts", "int8", (60, 200), *few, "--shape", "30b-a3b"),
         step("steps-131072", "bfloat16", (50, 150), *full[:-1], "--graph-contexts", "131072"),
     ]
 

@@ -39,6 +39,7 @@ class KernelSizes:
     prompts: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048))  # sequences and new tokens of each
     rows: tuple[int, ...] = (64, 8192)
     sampled: int = 256  # sequences
+    mixture: tuple[int, int, int, int] = (2048, 768, 128, 8)  # of Qwen3-30B-A3B: widths, experts, and those of a row
 
     def layers(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of each product."""
@@ -66,6 +67,7 @@ TINY = KernelSizes(
     prompts=((1, 40),),
     rows=(4,),
     sampled=4,
+    mixture=(64, 32, 4, 2),
 )
 
 

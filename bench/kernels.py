@@ -20,12 +20,14 @@ from torch import Tensor
 
 from bench.kernel_bench import TINY, KernelBench, KernelSizes, device_name
 from serving.batch.ragged import RaggedBatch
+from serving.kernels.layer_weights import LinearWeights, MlpWeights, MoeWeights
 from serving.messages import SamplingParams
 from serving.sampling import torch_sampling
 from serving.sampling.sampler import SampleRow
 
 if find_spec("triton") is not None:
     from serving.kernels import gpu
+    from serving.kernels.gpu.mixture import ExpertMixture
     from serving.kernels.gpu.prompt_trial import LibraryTrial, NotUsed
     from serving.kernels.gpu.prompts import PromptShape
     from serving.sampling import triton_sampling
@@ -129,6 +131,33 @@ def beside_flashinfer(
         return f"FlashInfer does not run: {type(error.__cause__).__name__}"
 
 
+def bench_experts(bench: KernelBench) -> None:
+    """A layer's experts, routing and all: few rows beside the weights they meet, many beside products of one matrix."""
+    hidden, inner, experts, top_k = bench.sizes.mixture
+    router = LinearWeights(weight=bench.bf16(experts, hidden))
+    for dtype in KINDS:
+        made = partial(random_linear, bench, dtype)
+        mlps = [MlpWeights(gate_up=made(2 * inner, hidden), down=made(hidden, inner)) for _ in range(experts)]
+        mixture = ExpertMixture(MoeWeights(router=router, experts=tuple(mlps), top_k=top_k, normalized=True))
+        name = f"{experts} experts, {str(dtype).removeprefix('torch.')}"
+        for rows in bench.sizes.few:
+            logits = [bench.bf16(rows, experts) for _ in range(8)]
+            spent = bench.seconds_of(*(partial(mixture, bench.bf16(rows, hidden), one) for one in logits))
+            met = sum(len(set(one.topk(top_k).indices.flatten().tolist())) for one in logits) / len(logits)
+            bench.bytes_line(f"{name}, {rows} rows", spent, met * 3 * hidden * inner * dtype.itemsize)
+        rows = bench.sizes.many
+        spent = bench.seconds_of(partial(mixture, bench.bf16(rows, hidden), bench.bf16(rows, experts)))
+        ceiling, unit = (bench.ceilings.int8, "TOP/s") if dtype is torch.int8 else (bench.ceilings.bf16, "TFLOP/s")
+        rate = 6 * rows * top_k * hidden * inner / spent
+        bench.line(f"{name}, {rows} rows", spent, rate=rate, ceiling=ceiling, unit=unit)
+
+
+def random_linear(bench: KernelBench, dtype: torch.dtype, outputs: int, inputs: int) -> LinearWeights:
+    if dtype is torch.int8:
+        return LinearWeights(weight=bench.int8(outputs, inputs), scale=bench.ones(outputs))
+    return LinearWeights(weight=bench.bf16(outputs, inputs))
+
+
 def bench_rows(bench: KernelBench) -> None:
     hidden, inner = bench.sizes.hidden, bench.sizes.intermediate
     weight = bench.ones(hidden, torch.bfloat16)
@@ -164,6 +193,7 @@ GROUPS: dict[str, tuple[Callable[[KernelBench], None], ...]] = {
     "few": (bench_few_rows,),
     "attention": (bench_decodes, bench_prompts),
     "rows": (bench_rows, bench_sampling),
+    "experts": (bench_experts,),
 }
 
 

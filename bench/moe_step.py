@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bench.cpu_kernels import BLOCK, batch_of, random_kv, read_bandwidth
 from bench.quality import text
-from bench.random_model import SHAPES, llama, random_model, weight_bytes
+from bench.random_model import SHAPES, llama, random_model, step_weight_bytes
 from kvcache.memory.device import token_bytes
 from serving.batch.ragged import RaggedBatch
 from serving.forward.cpu_forward import CpuForward
@@ -121,12 +121,7 @@ class TimedModel:
 
     def bytes_read(self, tokens: int) -> float:
         """Of weights, by a step of so many tokens."""
-        moe = self.model.spec.moe
-        if moe is None:
-            return weight_bytes(self.model)
-        routed = sum(p.nbytes for name, p in self.model.named_parameters() if ".experts." in name)
-        met = 1 - (1 - moe.top_k / moe.experts) ** tokens
-        return weight_bytes(self.model) - routed * (1 - met)
+        return step_weight_bytes(self.model, tokens)
 
 
 def sparse_spec(dense: ModelSpec, experts: int, top_k: int) -> ModelSpec:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.model.decoder import Decoder
+from serving.model.moe_spec import MoeSpec
 from serving.model.quantized_linear import hold_int8
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
@@ -25,9 +26,19 @@ SHAPES = {
     "paced": dict(zip(SIZES, (512, 2, 4, 2, 64, 1024, 512, 2048), strict=True)),  # of bench.premises
 }
 
+# Of Qwen3-30B-A3B, whose layers all have experts.
+EXPERTS_30B = MoeSpec(experts=128, top_k=8, intermediate=768, sparse=(True,) * 48)
+MIXTURES: dict[str, dict[str, Any]] = {
+    "30b-a3b": {
+        **dict(zip(SIZES, (2048, 48, 32, 4, 128, 6144, 151936, 40960), strict=True)),
+        "qk_norm": True,
+        "moe": EXPERTS_30B,
+    },
+}
+
 
 def llama(**sizes: Any) -> ModelSpec:
-    """Llama 3's architecture in other sizes."""
+    """Llama 3's architecture in other sizes, or with experts in place of MLPs."""
     rope = Rope(frequencies=default_frequencies(500000.0, sizes["head_dim"]))
     return ModelSpec(architecture="llama", norm_eps=1e-5, rope=rope, **sizes)
 
@@ -69,3 +80,12 @@ def weight_bytes(model: Decoder) -> int:
     """Bytes of weights that a step reads."""
     read = {id(p): p.nbytes for name, p in model.named_parameters() if name != "embed.weight"}
     return sum(read.values()) + (model.embed.weight.nbytes if model.spec.tied_embeddings else 0)
+
+
+def step_weight_bytes(model: Decoder, rows: int) -> int:
+    """Bytes of weights that a step of so many rows reads, if each went to any experts alike."""
+    moe = model.spec.moe
+    if moe is None:
+        return weight_bytes(model)
+    routed = sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
+    return weight_bytes(model) - round(routed * (1 - moe.top_k / moe.experts) ** rows)

@@ -21,20 +21,24 @@ from serving.batch.ragged import KVSegment, OffloadedKV, RaggedBatch
 from serving.forward.cuda_graphs import CudaGraphs, GraphSizes, Size
 from serving.forward.forward import EagerForward, Forward, best_tokens
 from serving.forward.layer_events import LayerDone
-from serving.forward.llama_shape import layer_weights, linear_weights, norm_weight, rotary_tables
+from serving.forward.llama_shape import gated_weights, layer_weights, linear_weights, norm_weight, rotary_tables
 from serving.forward.mixed_graphs import MixedSize
 from serving.forward.padding import PADDING_SLOT, static
 from serving.kernels import gpu
-from serving.kernels.gpu.decoder import TritonDecoder
+from serving.kernels.gpu.decoder import StepRanks, TritonDecoder
+from serving.kernels.gpu.mixture import ExpertMixture
 from serving.kernels.gpu.prompt_choice import FLASHINFER, choose_prompts
 from serving.kernels.gpu.prompt_trial import PromptWork
 from serving.kernels.gpu.prompts import PromptShape
-from serving.kernels.layer_weights import LinearWeights
-from serving.model.decoder import Decoder, Planes
+from serving.kernels.layer_weights import LinearWeights, MlpWeights, MoeWeights
+from serving.model.decoder import Decoder, Layer, Planes
 from serving.model.fused_shape import unlike_llama
+from serving.model.moe import MoeMlp
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
 from serving.parallel.rank_module import computes_with_others
-from serving.parallel.tensor_parallel import SummedLinear, TensorShare
+from serving.parallel.sequence_parallel import AllRows, HeadsToRows, OwnRows, RowsToHeads
+from serving.parallel.spread_experts import RowShare, SpreadMoe
+from serving.parallel.tensor_parallel import SummedLinear, TensorShare, VocabularyEmbedding, VocabularyHead
 
 log = logging.getLogger(__name__)
 
@@ -51,21 +55,28 @@ class TritonForward:
     form = "triton"
 
     def __init__(self, model: Decoder, planes: Sequence[Planes], max_position: int) -> None:
-        spec, share = model.spec, TensorShare.of(model)
-        embed, head = (model.embed, model.head) if share is None else (share.embed.embed, share.head.head)
+        spec, ranks = model.spec, step_ranks(model)
+        embed, head, norm = (own_module(module) for module in (model.embed, model.head, model.norm))
+        assert isinstance(embed, nn.Embedding)
         self.model = model
         self.device = embed.weight.device
         self.block_size = planes[0][0].shape[1]
+        layers = [layer_weights(layer, norm_weight, _own_weights, linear_weights, _experts) for layer in model.layers]
         self.kernels = TritonDecoder(
             embedding=embed.weight.detach(),
-            layers=[layer_weights(layer, norm_weight, _own_weights, linear_weights) for layer in model.layers],
-            final_norm=norm_weight(model.norm),
+            layers=layers,
+            final_norm=norm_weight(norm),
             head=linear_weights(head),
             eps=spec.norm_eps,
             head_dim=spec.head_dim,
             rotation=torch.stack(rotary_tables(spec.rope, max_position, self.device)),
             planes=planes,
-            ranks=share,
+            ranks=ranks,
+            mixtures={
+                at: _mixture(layer, one.mlp)
+                for at, (layer, one) in enumerate(zip(model.layers, layers, strict=True))
+                if isinstance(one.mlp, MoeWeights)
+            },
         )
         self.graphs: CudaGraphs[Size] | None = None
         self.mixed: CudaGraphs[MixedSize] | None = None
@@ -125,7 +136,10 @@ class TritonForward:
         """
         log.info("compiling and tuning kernels")
         self._warm_for = most_tokens
-        self.kernels.tune(most_tokens)
+        most_rows = most_tokens if graphs is None else max(most_tokens, graphs.sequences[-1])
+        if self.kernels.ranks is not None:
+            self.kernels.ranks.reserve(most_rows)
+        self.kernels.tune(most_rows)
         for counts in WARM_UP_STEPS:
             self.kernels.logits(silent_step(counts, self.block_size, self.device))
         if graphs is not None:
@@ -215,12 +229,44 @@ class SilentSegments(OffloadedKV):
         yield KVSegment(tuple(staged), 0, tokens)
 
 
+def step_ranks(model: Decoder) -> StepRanks | None:
+    """What the kernels ask of the other ranks of a model that they can share; None: they cannot, or there are none."""
+    return TensorShare.of(model) or RowShare.of(model)
+
+
+def own_module(module: nn.Module) -> nn.Module:
+    """What this rank holds of a module that exchanges with others, or the module itself."""
+    match module:
+        case VocabularyEmbedding():
+            return module.embed
+        case VocabularyHead():
+            return module.head
+        case OwnRows() | AllRows():
+            return module.module
+        case SummedLinear() | RowsToHeads() | HeadsToRows():
+            return module.linear
+    return module
+
+
 def _own_weights(linear: nn.Module) -> LinearWeights:
     """Of a linear that is summed over ranks, this rank's share; the bias is the first rank's to add."""
+    own = linear_weights(own_module(linear))
     if not isinstance(linear, SummedLinear):
-        return linear_weights(linear)
+        return own
     bias = linear.bias if linear.group.rank == 0 else None
-    return LinearWeights(weight=linear.linear.weight.detach(), bias=None if bias is None else bias.detach())
+    return replace(own, bias=None if bias is None else bias.detach())
+
+
+def _experts(mlp: MoeMlp) -> tuple[MlpWeights[LinearWeights], ...]:
+    """Those that this rank holds."""
+    return tuple(gated_weights(expert, linear_weights, linear_weights) for expert in mlp.experts.children())
+
+
+def _mixture(layer: nn.Module, weights: MoeWeights[LinearWeights]) -> ExpertMixture:
+    assert isinstance(layer, Layer)
+    if isinstance(layer.mlp, SpreadMoe):
+        return ExpertMixture(weights, layer.mlp.held, layer.mlp.exchange)
+    return ExpertMixture(weights)
 
 
 def silent_step(counts: Sequence[int], block_size: int, device: torch.device) -> RaggedBatch:
@@ -240,15 +286,18 @@ def silent_step(counts: Sequence[int], block_size: int, device: torch.device) ->
 
 def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     """Why the kernels cannot run this model over planes like these, or None if they can."""
-    if computes_with_others(model) and TensorShare.of(model) is None:
-        return "of models that ranks share, the kernels compute those of shared weights in floats alone"
+    if computes_with_others(model) and step_ranks(model) is None:
+        return (
+            "of models that ranks share, the kernels compute those of shared rows, or shared weights in floats, alone"
+        )
     spec, kind = model.spec, getattr(torch, dtype)
     if reason := unlike_llama(spec):
         return reason
-    if spec.moe is not None:
-        return "the Triton kernels have no experts"
-    if not gpu.supports_rows(max(spec.hidden, spec.intermediate), kind):
-        return f"the kernels do not compute rows of {max(spec.hidden, spec.intermediate)} in {dtype}"
+    widest = max(spec.hidden, spec.intermediate, spec.moe.intermediate if spec.moe is not None else 0)
+    if not gpu.supports_rows(widest, kind):
+        return f"the kernels do not compute rows of {widest} in {dtype}"
+    if spec.moe is not None and not gpu.supports_experts(spec.moe.experts):
+        return f"the kernels do not route rows among {spec.moe.experts} experts"
     if not gpu.supports_rotary(spec.head_dim, kv[0].dtype):
         return f"the kernels do not write heads of {spec.head_dim} dimensions as {kv[0].dtype}"
     if not gpu.supports_attention(spec.heads, spec.kv_heads, spec.head_dim, kind, kv[0].dtype):
@@ -263,4 +312,10 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear) and not gpu.supports_linear(module.in_features, module.out_features):
             return f"the kernels do not multiply {name}'s {module.in_features} inputs in INT8"
+        if isinstance(module, MoeMlp) and len({_kinds(expert) for expert in module.experts.children()}) > 1:
+            return f"of {name}'s experts some are INT8, and the kernels compute all of a layer alike"
     return None
+
+
+def _kinds(module: nn.Module) -> tuple[type, ...]:
+    return tuple(map(type, module.modules()))

@@ -61,7 +61,11 @@ class RowsToHeads(RankModule):
         self.linear, self.columns, self.rows = linear, columns, rows
 
     def forward(self, x_tH: Tensor) -> Tensor:
-        y, group = self.linear(x_tH), self.rows.group
+        return self.by_heads(self.linear(x_tH))
+
+    def by_heads(self, y: Tensor) -> Tensor:
+        """Of what the layer has made of this rank's rows [t, out], the exchange."""
+        group = self.rows.group
         parts = [torch.cat([y[:, held.start : held.stop] for held in ranges], dim=1) for ranges in self.columns]
         width = parts[group.rank].shape[1]
         came = [count * width for count in self.rows.counts]
@@ -78,13 +82,17 @@ class HeadsToRows(RankModule):
         self.linear, self.widths, self.rows = linear, widths, rows
 
     def forward(self, x_TW: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.by_rows(x_TW))
+        return out
+
+    def by_rows(self, x_TW: Tensor) -> Tensor:
+        """The layer's inputs, whole, of this rank's rows."""
         group, counts = self.rows.group, self.rows.counts
         own, width = counts[group.rank], x_TW.shape[1]
         came = [own * other for other in self.widths]
         flat = group.exchanged(x_TW.reshape(-1), [count * width for count in counts], came)
         parts = [part.view(own, other) for part, other in zip(torch.split(flat, came), self.widths, strict=True)]
-        out: Tensor = self.linear(torch.cat(parts, dim=1))
-        return out
+        return torch.cat(parts, dim=1)
 
 
 class AllRows(RankModule):
@@ -95,7 +103,11 @@ class AllRows(RankModule):
         self.module, self.rows = module, rows
 
     def forward(self, x_tH: Tensor) -> Tensor:
-        return self.rows.group.gathered_rows(self.module(x_tH), self.rows.counts)
+        return self.gathered(self.module(x_tH))
+
+    def gathered(self, own_tH: Tensor) -> Tensor:
+        """Of this rank's rows, all ranks' [T, H]."""
+        return self.rows.group.gathered_rows(own_tH, self.rows.counts)
 
 
 class OtherStagesRows(RankModule):

@@ -11,7 +11,7 @@ experts of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from serving.expert_parallel.exchange import SCALE_BYTES, Rows
 from serving.expert_parallel.layer import of_rows, takes_int8
 from serving.expert_parallel.local import on_the_wire
+from serving.model.decoder import Decoder
 from serving.model.moe import MoeMlp, route
 from serving.parallel.collective import added
 from serving.parallel.rank_module import RankModule
-from serving.parallel.sequence_parallel import StepRows
+from serving.parallel.sequence_parallel import AllRows, HeadsToRows, OwnRows, RowsToHeads, StepRows
 
 NOBODY = -1  # the expert of a row that is none
 ALIGNED = 16  # bytes of which a row on the wire has a multiple
@@ -53,22 +54,52 @@ class RowExchange:
         self.row_bytes = end + -end % ALIGNED
         self._memory: dict[str, Tensor] = {}
 
-    def dispatch(self, x_tH: Tensor, experts_tK: Tensor, weights_tK: Tensor) -> RoutedRows:
+    @property
+    def quantized(self) -> bool:
+        """Whether rows travel as int8."""
+        return self.wire is torch.int8
+
+    def reserve(self, total: int, device: torch.device) -> None:
+        """Make room for steps of up to so many rows, now: graphs name the memory that they were captured with."""
+        most, beside = self.most(total), torch.empty(0, device=device)
+        for name in ("sent", "came"):
+            self._room(name, most * self.row_bytes, beside)
+        for name in ("made", "back"):
+            self._room(name, most * self.hidden * self.back.itemsize, beside)
+
+    def most(self, rows: int) -> int:
+        """Rows that a step of so many is dispatched as."""
+        return self.rows.group.size * -(-rows // self.rows.group.size)
+
+    def dispatch(self, own_rows: Rows, experts_tK: Tensor, weights_tK: Tensor) -> RoutedRows:
         """The rows of all ranks, rank after rank; valid until the next dispatch."""
-        ranks, most = self.rows.group.size, self._most
+        ranks, most, x_tH = self.rows.group.size, self._most, own_rows.values
         own = self._room("sent", ranks * most * self.row_bytes, x_tH).view(ranks, most, self.row_bytes)
         came = self._room("came", ranks * most * self.row_bytes, x_tH).view(ranks * most, self.row_bytes)
         count, sent = len(x_tH), self._parts(own[0])
-        rows = on_the_wire(Rows(x_tH), self.wire)
+        rows = on_the_wire(own_rows, self.wire)
         sent.rows.values[:count] = rows.values
         if sent.rows.scale is not None and rows.scale is not None:
             sent.rows.scale[:count] = rows.scale
         sent.experts[:count] = experts_tK
-        sent.experts[count:] = NOBODY
+        sent.experts[count:].fill_(NOBODY)
         sent.weights[:count] = weights_tK
         own[1:] = own[0]
         self.rows.group.exchange(came, own)
         return self._parts(came)
+
+    def dispatched(
+        self, values_tH: Tensor, scales_t: Tensor | None, chosen_tK: Tensor, weights_tK: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """`dispatch`, as kernels have routed and, where rows travel so, quantized them: each in memory of its own."""
+        routed = self.dispatch(Rows(values_tH, scales_t), chosen_tK, weights_tK)
+        scales_N = routed.rows.scale
+        return (
+            routed.rows.values.contiguous(),
+            None if scales_N is None else scales_N.contiguous(),
+            routed.experts.contiguous(),
+            routed.weights.contiguous(),
+        )
 
     def combine(self, made_NH: Tensor) -> Tensor:
         """What all ranks have made of this rank's rows, float32 [t, H], added up rank 0 first."""
@@ -111,11 +142,58 @@ class SpreadMoe(MoeMlp, RankModule):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         experts_TK, weights_TK = route(self.router(x_TH), self.spec, self.correction)
-        routed = self.exchange.dispatch(x_TH, experts_TK, weights_TK)
+        routed = self.exchange.dispatch(Rows(x_TH), experts_TK, weights_TK)
         out_TH = self.exchange.combine(made(dict(self.experts.named_children()), routed, x_TH.dtype))
         if self.shared is not None:
             out_TH += self.shared(x_TH).float()
         return out_TH.to(x_TH.dtype)
+
+    @property
+    def held(self) -> range:
+        """The experts of this rank."""
+        numbers = [int(name) for name, _ in self.experts.named_children()]
+        return range(numbers[0], numbers[-1] + 1)
+
+
+class RowShare:
+    """What a fused step asks of the other ranks, where each has some of its rows: see StepRanks.
+
+    It reads the weights of these modules, calls none of them, and exchanges as they do.
+    """
+
+    shares_rows = True
+
+    def __init__(self, embed: OwnRows, qkv: RowsToHeads, o: HeadsToRows, norm: AllRows, mixtures: Sequence[SpreadMoe]):
+        """`qkv` and `o` are those of one layer, and exchange as all do."""
+        self.embedded, self.by_heads, self.by_rows = embed.forward, qkv.by_heads, o.by_rows
+        self.all_rows, self.check = norm.gathered, norm.rows.group.check
+        self._mixtures = mixtures
+
+    def summed(self, branch_TH: Tensor) -> Tensor:
+        return branch_TH  # each rank has all weights of its rows
+
+    def gathered(self, own_RV: Tensor) -> Tensor:
+        return own_RV
+
+    def reserve(self, rows: int) -> None:
+        """Make room for exchanges of steps of up to so many rows."""
+        for exchange, mlp in {mlp.exchange: mlp for mlp in self._mixtures}.items():
+            exchange.reserve(rows, mlp.router.weight.device)
+
+    @staticmethod
+    def of(model: Decoder) -> RowShare | None:
+        """Of a model of which ranks share the rows of a step, and experts if any; None for any other."""
+        exchanging = [module for module in model.modules() if isinstance(module, RankModule)]
+        if not all(isinstance(one, OwnRows | RowsToHeads | HeadsToRows | AllRows | SpreadMoe) for one in exchanging):
+            return None
+        attention = model.layers[0].get_submodule("attention")
+        embed, norm = model.embed, model.norm
+        qkv, o = (getattr(attention, name, None) for name in ("qkv", "o"))  # other kinds of attention have others
+        if not (isinstance(embed, OwnRows) and isinstance(norm, AllRows)):
+            return None
+        if not (isinstance(qkv, RowsToHeads) and isinstance(o, HeadsToRows)):
+            return None
+        return RowShare(embed, qkv, o, norm, [one for one in exchanging if isinstance(one, SpreadMoe)])
 
 
 def made(experts: Mapping[str, nn.Module], routed: RoutedRows, dtype: torch.dtype) -> Tensor:

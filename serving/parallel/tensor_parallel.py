@@ -123,13 +123,27 @@ class VocabularyHead(RankModule):
 
 class TensorShare:
     """What a fused step asks of the other ranks, where it reads the weights of these modules and calls none of them
-    (serving.kernels.gpu.decoder.TensorRanks).
+    (serving.kernels.gpu.decoder.StepRanks). All ranks have all rows.
     """
+
+    shares_rows = False
 
     def __init__(self, embed: VocabularyEmbedding, head: VocabularyHead) -> None:
         self.embed, self.head = embed, head
         self.embedded, self.summed, self.gathered = embed.forward, embed.group.sum, head.gathered
         self.check = embed.group.check
+
+    def by_heads(self, qkv: Tensor) -> Tensor:
+        return qkv
+
+    def by_rows(self, attended: Tensor) -> Tensor:
+        return attended
+
+    def all_rows(self, own_TH: Tensor) -> Tensor:
+        return own_TH
+
+    def reserve(self, rows: int) -> None:
+        """Exchanges take what room they need."""
 
     @staticmethod
     def of(model: Decoder) -> TensorShare | None:

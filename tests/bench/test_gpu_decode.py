@@ -17,7 +17,8 @@ import torch
 
 from bench import gpu_decode
 from bench.gpu_decode import DecodeReport, fill_randomly, graph_sizes, main, measure, parse
-from bench.random_model import SHAPES, llama, random_model, weight_bytes
+from bench.random_model import SHAPES, llama, random_model, step_weight_bytes, weight_bytes
+from serving.model.moe_spec import MoeSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = llama(**SHAPES["tiny"])
@@ -50,6 +51,16 @@ def test_the_way_of_a_measurement(tmp_path: Path) -> None:
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["step_ms"])
         least = row["step_bytes"] / row["copy_bytes_per_second"] * 1e3
         assert row["roofline_share"] == pytest.approx(least / row["step_ms"])
+
+
+def test_a_step_reads_the_experts_that_its_rows_meet() -> None:
+    moe = MoeSpec(experts=4, top_k=1, intermediate=16, sparse=(False, True))
+    model = random_model(replace(TINY, moe=moe), "bfloat16", torch.bfloat16, torch.device("cpu"))
+    each = 2 * 3 * HIDDEN * 16
+    others = weight_bytes(model) - 4 * each
+    assert step_weight_bytes(model, 1) == others + each
+    assert step_weight_bytes(model, 2) == others + 4 * each - round(4 * each * 0.75**2)
+    assert step_weight_bytes(model, 1000) == weight_bytes(model)
 
 
 def test_a_tied_head_reads_the_embedding() -> None:

@@ -41,7 +41,16 @@ def test_every_kernel_is_timed(tmp_path: Path) -> None:
     figures = run("kernels-tiny", PlanPlaces(models=tmp_path, out=tmp_path / "out"))
     assert all(row["seconds"] > 0 and row["share"] > 0 for row in figures["rows"])
     names = "\n".join(row.name for row in kernel_rows(figures))
-    for kernel in ("int8 linear qkv, 32", "int8 linear down, 1", "decode", "prompt", "RMSNorm", "SiLU", "top-p"):
+    for kernel in (
+        "int8 linear qkv, 32",
+        "int8 linear down, 1",
+        "decode",
+        "prompt",
+        "RMSNorm",
+        "SiLU",
+        "4 experts, int8, 1",
+        "top-p",
+    ):
         assert kernel in names
 
 

@@ -49,7 +49,7 @@ def test_what_a_step_needs_comes_before_it(name: str) -> None:
 
 def test_correctness_comes_first_and_int8_products_last_of_it() -> None:
     names = [step.name for step in PLANS["cuda"] if step.stage == 1]
-    assert names == ["test-kernels", "test-forward", "sanitizer", "test-int8"]
+    assert names == ["test-kernels", "test-forward", "sanitizer", "test-experts", "test-int8"]
     assert [step.stage for step in PLANS["cuda"]] == sorted(step.stage for step in PLANS["cuda"])
     without = cuda_plan(PlanPlaces(models=Path("/models"), out=Path("/out")))
     assert "sanitizer" not in {step.name for step in without}
@@ -82,7 +82,7 @@ def test_the_plan_is_printed_and_says_what_is_not_built(
     monkeypatch.setattr(gpu, "import_error", lambda stages: "")
     assert gpu.main(["--plan", "--device", "cuda", "--stages", "3", "5", "--commit", "c", "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "stage 3, whole decode steps: about 300 s, at most 525 s" in told
+    assert "stage 3, whole decode steps: about 360 s, at most 525 s" in told
     assert "stage 4, a mixed worker: about 40 s" in told  # the folder that stage 5 needs
     assert "kernels-attention" not in told
     assert "FP8: not built" in told

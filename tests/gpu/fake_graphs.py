@@ -131,14 +131,16 @@ class MadeOnDevice(TorchFunctionMode):
 @contextmanager
 def counting_triton(cuda: FakeCuda) -> Iterator[FakeCuda]:
     """The product finds this device, and each launch of a Triton kernel is counted and left out."""
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
     from serving.kernels.gpu.decoder import TritonDecoder
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
         cuda.count("launch", cuda.current())
 
     with installed(cuda), pytest.MonkeyPatch.context() as patch, MadeOnDevice(cuda):
-        patch.setattr(JITFunction, "run", run)
+        for kernels in (JITFunction, Autotuner):  # the latter would time kernels that are left out
+            patch.setattr(kernels, "run", run)
         patch.setattr(TritonDecoder, "tune", lambda self, most_rows: None)
         yield cuda

@@ -60,17 +60,21 @@ class Rank:
 class FakeRank:
     """What `ParallelRank.join` would make."""
 
-    def __init__(self, nccl: FakeNccl, rank: int, store: Store, deadline: float = 60.0) -> None:
+    def __init__(
+        self, nccl: FakeNccl, rank: int, store: Store, deadline: float = 60.0, layout: ParallelLayout | None = None
+    ) -> None:
+        """`layout` has one form; None: the ranks share weights."""
         self.nccl, ranks = nccl.ranks[rank], len(nccl.ranks)
+        layout = layout or ParallelLayout(tensor=ranks)
         waits = BoundedWaits(PrefixStore("waits", store), rank, ranks, ProcessWatch({}), deadline)
         self.collective = Collective(self.nccl, ranks, StreamWaits(waits, nccl.cuda), abort=self.nccl.abort)
         self.joined = ParallelRank(
-            layout=ParallelLayout(tensor=ranks),
+            layout=layout,
             rank=rank,
             device=DEVICE,
             waits=waits,
-            tensor=self.collective,
-            sequence=None,
+            tensor=self.collective if layout.tensor > 1 else None,
+            sequence=self.collective if layout.sequence > 1 else None,
             pipeline=None,
             previous=None,
             following=None,

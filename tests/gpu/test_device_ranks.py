@@ -1,4 +1,4 @@
-"""The Triton path of two ranks on devices that do their work late: its sums are inside its graphs, and no graph is
+"""The Triton path of two ranks on devices that do their work late: its exchanges are inside its graphs, and no graph is
 replayed once a rank is lost.
 """
 
@@ -29,6 +29,8 @@ from tests.gpu.fake_nccl import FakeNccl
 from tests.gpu.late_forward import SPEC, device_pool
 from tests.gpu.test_device_groups import FakeRank
 
+WEIGHTS, EXPERTS = ParallelLayout(tensor=2), ParallelLayout(sequence=2, spread_experts=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class SharedForward:
@@ -38,14 +40,21 @@ class SharedForward:
     forward: Any
 
 
-def shared_forwards(cuda: GraphingCuda, nccl: FakeNccl, store: Store, deadline: float = 60.0) -> list[SharedForward]:
-    """Of an 8B that two ranks share, warmed up one after the other: nothing is computed yet."""
+def shared_forwards(
+    cuda: GraphingCuda,
+    nccl: FakeNccl,
+    store: Store,
+    deadline: float = 60.0,
+    layout: ParallelLayout = WEIGHTS,
+) -> list[SharedForward]:
+    """Of an 8B, or as many mixtures, that two ranks share, warmed up one after the other: nothing is computed yet."""
     from serving.forward.triton_forward import TritonForward, supports
-    from tests.gpu.triton_counts import SHAPE, SIZE, on_device
+    from tests.gpu.triton_counts import SHAPE, SIZE, SPARSE, on_device
 
-    layout, found = ParallelLayout(tensor=2), []
+    found: list[SharedForward] = []
     for number in range(2):
-        model, rank = Decoder(SHAPE), FakeRank(nccl, number, store, deadline)
+        model = Decoder(SPARSE if layout.spread_experts else SHAPE)
+        rank = FakeRank(nccl, number, store, deadline, layout)
         hold_share(model, layout, number)
         apply_parallel(on_device(model, cuda), rank.joined)
         planes = device_pool(cuda, model.spec.kv_layers("float32"), 8, SIZE).planes
@@ -57,14 +66,19 @@ def shared_forwards(cuda: GraphingCuda, nccl: FakeNccl, store: Store, deadline: 
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed (the extra `gpu`)")
-def test_a_decode_step_of_two_ranks_is_one_replay_with_its_sums_inside() -> None:
-    """Of an 8B's 32 layers through the Triton path: two sums a layer, the embedding's, and the logits, no wait."""
+@pytest.mark.parametrize(("layout", "exchanges"), [(WEIGHTS, 2 * 32 + 2), (EXPERTS, 4 * 32 + 1)])
+def test_a_decode_step_of_two_ranks_is_one_replay_with_its_exchanges_inside(
+    layout: ParallelLayout, exchanges: int
+) -> None:
+    """Of 32 layers through the Triton path, no wait. Two sums a layer, the embedding's, and the logits; or in each
+    layer heads for rows, and rows to experts, both ways, and at last all rows.
+    """
     from tests.gpu.triton_counts import SIZE
 
     cuda, store = GraphingCuda(), HashStore()
     nccl = FakeNccl(cuda, 2)
     with counting_triton(cuda), torch.inference_mode():
-        forwards = [one.forward for one in shared_forwards(cuda, nccl, store)]
+        forwards = [one.forward for one in shared_forwards(cuda, nccl, store, layout=layout)]
         cuda.finish()
         before, launched = cuda.counts.copy(), [rank.launched for rank in nccl.ranks]
         for rank, forward in enumerate(forwards):
@@ -75,7 +89,7 @@ def test_a_decode_step_of_two_ranks_is_one_replay_with_its_sums_inside() -> None
                 forward.greedy(batch, None)
         cuda.finish()
         counts = cuda.counts - before
-    assert [rank.launched - first for rank, first in zip(nccl.ranks, launched, strict=True)] == [2 * 32 + 2] * 2
+    assert [rank.launched - first for rank, first in zip(nccl.ranks, launched, strict=True)] == [exchanges] * 2
     assert sum(count for counted, count in counts.items() if counted.what == "replay") == 2
     assert not any(counted.what.startswith("wait") for counted in counts)
 

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from serving.model.spec import ModelSpec
 from serving.streams import DEFAULT
 from tests.gpu.step_counts import EIGHT_B, decode_steps, handoff
-from tests.gpu.triton_counts import mixed_steps
+from tests.gpu.triton_counts import SHAPE, SPARSE, mixed_steps
 
 TOKENS, CHUNK = 256, 128
 LAYERS = len(EIGHT_B)
@@ -23,11 +24,14 @@ def test_a_decode_step_is_launched_without_a_wait_and_read_behind_the_next() -> 
 
 
 @needs_triton
-@pytest.mark.parametrize(("graphs", "least", "most"), [(False, 11 * LAYERS, 12 * LAYERS), (True, 2, 14)])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("shape", "more"), [(SHAPE, 0), (SPARSE, 5)], ids=["dense", "mixtures"])
 def test_a_step_with_a_prompt_is_one_replay_instead_of_a_launch_for_each_operation(
-    graphs: bool, least: int, most: int
+    graphs: bool, shape: ModelSpec, more: int
 ) -> None:
-    counts = mixed_steps(3, graphs=graphs)
+    """A mixture takes five launches more than an MLP, and no wait: neither counts nor experts come to the host."""
+    counts = mixed_steps(3, graphs=graphs, shape=shape)
+    least, most = (2, 14) if graphs else ((11 + more) * LAYERS, (12 + more) * LAYERS)
     found = {counted.what: count / 3 for counted, count in counts.items()}
     assert least <= found.pop("launch") + found.pop("replay", 0.0) <= most
     assert found == {"copy": 1, "wait: copy": 1, "wait: event": 1}, "the batch there, the tokens back, and the end"

@@ -11,6 +11,7 @@ from serving.kernels.gpu.linear import int8_linear, tune
 from serving.kernels.gpu.linear import supported as supports_linear
 from serving.kernels.gpu.rotary import rope_write_kv
 from serving.kernels.gpu.rotary import supported as supports_rotary
+from serving.kernels.gpu.routing import supported as supports_experts
 from serving.kernels.gpu.rows import (
     Quantized,
     add_rms_norm,
@@ -29,6 +30,7 @@ __all__ = [
     "rope_write_kv",
     "silu_mul",
     "supports_attention",
+    "supports_experts",
     "supports_linear",
     "supports_rotary",
     "supports_rows",

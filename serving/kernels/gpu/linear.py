@@ -10,8 +10,6 @@ Shapes: T rows of activations, K inputs, N outputs, S splits of the inputs.
 
 from __future__ import annotations
 
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from serving.kernels.gpu.launch import (
     FLOATS,
     INTERPRETED,
-    device_kind,
     kernel,
     kernel_of_any,
     multiprocessors,
@@ -31,7 +28,6 @@ from serving.kernels.gpu.launch import (
     require,
     require_device,
 )
-from serving.kernels.tuned_tiles import TunedTiles
 
 FEW_ROWS = 64  # up to here reading the weights takes longer than multiplying
 ALIGNMENT = 16  # bytes: what the memory accelerator needs a row to be a multiple of
@@ -77,15 +73,6 @@ def tune(weight: Tensor, weight_scales: Tensor, bias: Tensor | None, most_rows: 
         values = torch.randint(-127, 128, (rows, weight.shape[1]), dtype=torch.int8, device=weight.device)
         scales = torch.ones(rows, dtype=torch.float32, device=weight.device)
         int8_linear(values, scales, weight, weight_scales, bias, out_dtype)
-
-
-def tuned_tiles(device: torch.device) -> TunedTiles:
-    """The tiles that have been chosen on this CUDA device, to be kept for later processes.
-
-    Triton keeps no configurations that set something up before a launch, as those of the memory accelerator do.
-    """
-    kind = device_kind(device) | {"source": sha256(Path(__file__).read_bytes()).hexdigest()}
-    return TunedTiles({"many rows": _many_rows_kernel, "few rows": _few_rows_kernel}, kind)
 
 
 def _check(
@@ -208,7 +195,7 @@ _SMALL = [_columns(32, 64, 1, 1)] if INTERPRETED else FEW_ROWS_TILES
 
 
 @kernel
-def _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+def scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The epilogue, one formula for every kernel: sums [M, N] int32, scales [M] and output channels n [N] → float32."""
     weight_scales = tl.load(weight_scales_ptr + n, mask=n < outputs, other=0.0)
     bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
@@ -250,7 +237,7 @@ def _many_rows_kernel(  # type: ignore[no-untyped-def]
         sums = tl.dot(values.load([row, k]), weight.load([column, k]).T, sums, out_dtype=tl.int32)
     m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     scales = tl.load(scales_ptr + m, mask=m < rows, other=0.0)
-    y = _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
+    y = scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
     at = m.to(tl.int64)[:, None] * outputs + n[None, :]
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
 
@@ -297,7 +284,7 @@ def _few_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * rows * outputs + at, sums, mask=mask)
     else:
         scales = tl.load(scales_ptr + m, mask=m < rows, other=0.0)
-        y = _scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
+        y = scaled(sums, scales, weight_scales_ptr, bias_ptr, n, outputs, BIAS)
         tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -321,5 +308,8 @@ def _add_splits_kernel(  # type: ignore[no-untyped-def]
     sums = tl.zeros((1, BLOCK_N), dtype=tl.int32)
     for split in range(splits):
         sums += tl.load(sums_ptr + split * rows * outputs + at, mask=inside, other=0)
-    y = _scaled(sums, tl.load(scales_ptr + m), weight_scales_ptr, bias_ptr, n, outputs, BIAS)
+    y = scaled(sums, tl.load(scales_ptr + m), weight_scales_ptr, bias_ptr, n, outputs, BIAS)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+TUNERS = {"many rows": _many_rows_kernel, "few rows": _few_rows_kernel}  # whose tiles are chosen by trying

@@ -134,9 +134,13 @@ def _strides(x: Tensor) -> tuple[int, int, int]:
 def _tiles(x: Tensor, width: int) -> tuple[int, tuple[int], dict[str, int]]:
     """The number of rows of x, the grid of programs over them, and the tile of each program."""
     rows, block = x.numel() // x.shape[-1], power_of_two(width)
-    warps = 4 if block <= TILE else 8 if block <= 8192 else 16
     tall = max(1, TILE // block)
-    return rows, (triton.cdiv(rows, tall),), {"ROWS": tall, "BLOCK": block, "num_warps": warps}
+    return rows, (triton.cdiv(rows, tall),), {"ROWS": tall, "BLOCK": block, "num_warps": warps_of(block)}
+
+
+def warps_of(block: int) -> int:
+    """Of a program whose rows are so long."""
+    return 4 if block <= TILE else 8 if block <= 8192 else 16
 
 
 def _quantized(x: Tensor, width: int) -> Quantized:
@@ -154,6 +158,13 @@ def quantized_tile(x):  # type: ignore[no-untyped-def]
     wrong = tl.sum(x * 0.0, axis=1)  # 0, or NaN if any element is not finite
     scale = tl.where(top > SMALLEST, tl.div_rn(top, 127.0), 0.0) + wrong
     return rounded.to(tl.int8), scale
+
+
+@kernel
+def silu_product(gate, up, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """silu(gate) * up of float32, rounded to KIND as often as the two operations do."""
+    activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(KIND).to(tl.float32)
+    return (activated * up).to(KIND)
 
 
 @kernel
@@ -227,12 +238,10 @@ def _silu_rows(  # type: ignore[no-untyped-def]
 ):
     row, start, column, mask = _row_tile(rows, width, inner, outer_stride, inner_stride, ROWS, BLOCK)
     at = row[:, None] * width + column
-    kind = gate_up_ptr.dtype.element_ty
+    kind: tl.constexpr = gate_up_ptr.dtype.element_ty
     gate = tl.load(gate_up_ptr + start[:, None] + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + start[:, None] + width + column, mask=mask, other=0.0).to(tl.float32)
-    activated = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(kind).to(tl.float32)
-    product = (activated * up).to(kind)
-    _store(product, row, rows, at, mask, out_ptr, values_ptr, scales_ptr, QUANTIZE)
+    _store(silu_product(gate, up, kind), row, rows, at, mask, out_ptr, values_ptr, scales_ptr, QUANTIZE)
 
 
 @kernel_of_any("rows")

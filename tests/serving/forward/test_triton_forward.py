@@ -5,12 +5,8 @@ Without a GPU they run through Triton's interpreter, in a process of their own (
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +24,9 @@ from serving.model.decoder import Decoder
 from serving.model.quantized_linear import QuantizedLinear
 from serving.model.rope import Rope, default_frequencies
 from serving.model.spec import ModelSpec
+from tests.serving.forward.own_process import interpreted
 from tests.serving.kernels.gpu.conftest import GPU, INTERPRETED
 
-ROOT = Path(__file__).resolve().parents[3]
 BLOCK_SIZE, BLOCKS = 16, 8
 TABLES = [[5, 2], [0, 7]]  # of two sequences
 DEVICE = torch.device("cuda" if GPU and not INTERPRETED else "cpu")
@@ -386,13 +382,4 @@ def test_what_is_not_supported_is_said(
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED or GPU or find_spec("triton") is None, reason="runs in this process, or cannot run")
 def test_all_of_it_under_the_interpreter() -> None:
-    also = [__file__.replace("_forward", name) for name in ("_sparse", "_flashinfer")]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", __file__, *also],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpreted(__file__, __file__.replace("_forward", "_flashinfer"))

@@ -29,8 +29,9 @@ from triton.runtime.jit import JITFunction
 
 from serving.batch.ragged import RaggedBatch
 from serving.kernels import gpu
-from serving.kernels.gpu import drawing, kv_rows, launch, leaf_digests
+from serving.kernels.gpu import drawing, grouped_linear, kv_rows, launch, leaf_digests, routing
 from serving.kernels.gpu.radix_search import DrawColumns
+from serving.kernels.layer_weights import LinearWeights
 from tests.serving.kernels.segments import CopiedSegments
 
 SHARED_BYTES = 227 * 1024  # what one program may have
@@ -61,6 +62,7 @@ held by `tests/serving/kernels/gpu/test_own_process.py`.
 EXPECTED = {
     "_many_rows": [{"IGMMA"}, {"UTMALDG"}],
     "_few_rows": [{"IGMMA", "IMMA"}, {"LDGSTS"}],
+    "_grouped": [{"HGMMA", "HMMA", "IGMMA", "IMMA"}, {"LDGSTS"}],
     "_decode": [{"HMMA"}, {"LDGSTS"}],
     "_prompt": [{"HGMMA"}, {"LDGSTS"}],
     "_range": [{"HGMMA", "HMMA"}, {"LDGSTS"}],
@@ -222,6 +224,26 @@ def linear() -> None:
     gpu.int8_linear(values[:8], scales[:8], weight[:1024], scales[:1024], scales[:1024])
 
 
+def routed() -> None:
+    """A decode step of 64 rows among 128 experts."""
+    chosen, weights = routing.route(torch.zeros(64, 128, dtype=torch.bfloat16), 8, normalized=True)
+    routing.by_expert(chosen, range(128), 128)
+    parts = torch.zeros(512, 2048, dtype=torch.bfloat16)
+    grouped_linear.weighted_sum(parts, chosen, weights, range(128), torch.bfloat16)
+    for quantized in (False, True):
+        grouped_linear.pairs_silu_mul(parts, chosen, range(128), quantized=quantized)
+
+
+def grouped(dtype: torch.dtype) -> None:
+    """Experts of 2,048 inputs and 1,536 outputs, for blocks of few rows and of many."""
+    scale = torch.ones(1536) if dtype is torch.int8 else None
+    weights = grouped_linear.ExpertWeights.of([LinearWeights(weight=torch.zeros(1536, 2048, dtype=dtype), scale=scale)])
+    for count in (8, 200):
+        rows = routing.by_expert(torch.zeros(count, 1, dtype=torch.int32), range(1), 1)
+        x, scales = torch.zeros(count, 2048, dtype=dtype), None if scale is None else torch.ones(count)
+        grouped_linear.grouped_linear(x, scales, rows, weights, torch.bfloat16)
+
+
 def rotary(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     qkv, angles, slots = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(4, 64), torch.arange(4)
     plane = torch.zeros(4, 16, 8, 128, dtype=kv_dtype)
@@ -285,6 +307,11 @@ def main() -> int:
     copies()
     compiled.case = "4,096 inputs, the largest of all tiles"
     linear()
+    compiled.case = "64 rows, 8 of 128 experts"
+    routed()
+    for dtype in (torch.bfloat16, torch.int8):
+        compiled.case = f"{str(dtype).removeprefix('torch.')} experts of 2,048 inputs, the largest of all tiles"
+        grouped(dtype)
     compiled.case = "128,256 tokens"
     drawn()
     for dtype, kv_dtype, *shape in (
