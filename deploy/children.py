@@ -136,7 +136,7 @@ def _spec(name: str, router: str, arguments: tuple[str, ...]) -> ChildSpec:
 def worker_flags(settings: Settings) -> list[str]:
     """The settings of a worker as flags for a child process, but for those each child is given of its own."""
     worker = config_flags(settings.model_config) + config_flags(settings.engine, but=("threads", "cpus"))
-    return common_flags(settings) + worker + config_flags(settings.pool)
+    return common_flags(settings) + worker + config_flags(settings.hosts) + config_flags(settings.pool)
 
 
 def node_flags(settings: Settings) -> list[str]:

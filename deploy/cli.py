@@ -41,7 +41,7 @@ from serving.log_config import JSON
 from serving.log_lines import LogSetup, setup_of
 from serving.logs import bare_line, setup_logging
 from serving.messages import Role
-from serving.options import ENV_PREFIX, add_flags, check_last_word
+from serving.options import ENV_PREFIX, ConfigError, add_flags, check_last_word
 from serving.service_config import configured_classes
 
 log = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log_early(parsed.command, given)
         settings = _read(given)
         check_heartbeats(settings.placement)
+        check_hosts(given, settings)
         for role in _roles(given):
             decodes = role is Role.DECODE or parsed.command == Role.MIXED
             check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
@@ -231,6 +232,18 @@ def _log_early(command: str, given: Mapping[str, Any]) -> None:
         setup_logging(LogSetup(name=command, role=command, form=JSON))
 
 
+def check_hosts(given: Mapping[str, Any], settings: Settings) -> None:
+    """Raises ConfigError for ranks on several hosts that cannot be."""
+    if given["command"] == "kvcache" or given.get("placement") is not None:
+        return
+    model = settings.model_config
+    workers = sum(given.get(role.value, 0) for role in Role) if given["command"] == "serve" else 1
+    spread = model.data_parallel_size > 1 and model.enable_expert_parallel and model.device == "cpu"
+    settings.hosts.check(model.data_parallel_size, spread=spread, balanced=model.enable_eplb, workers=workers)
+    if settings.hosts.headless and given["command"] == "router":
+        raise ConfigError("--headless holds experts, and a router none: `millrace serve MODEL --headless`")
+
+
 def _read(given: Mapping[str, Any]) -> Settings:
     """Our own settings: with --placement, the router's."""
     plan = given.get("placement")
@@ -259,6 +272,10 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
 
     leave_at_once_on_signals()
     command, parent = given["command"], given.get("parent")
+    if settings.hosts.headless and command != "kvcache":
+        from deploy.rank_host import RankHost
+
+        return RankHost(settings).run()
     if command == "kvcache":
         from deploy.kvcache_process import KvcacheProcess
 

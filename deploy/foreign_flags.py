@@ -115,6 +115,9 @@ FLAGS: tuple[ForeignFlag, ...] = (
     becomes("--tensor-parallel-size", "-tp", "--tp", "--tp-size"),
     becomes("--pipeline-parallel-size", "-pp", "--pp-size"),
     becomes("--data-parallel-size", "-dp", "--dp", "--dp-size"),
+    becomes("--data-parallel-size-local", "-dpl"),
+    becomes("--data-parallel-address", "-dpa"),
+    becomes("--data-parallel-rpc-port", "-dpp"),
     ForeignFlag(
         ("--distributed-executor-backend",),
         always=("mp", "uni"),

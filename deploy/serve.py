@@ -81,6 +81,7 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
     from deploy.local import LocalCluster  # torch comes with it, which a front without a worker does not need
     from deploy.worker.computing import KeptForward
     from deploy.worker.model_cache import load_from, release
+    from deploy.worker.rank_hosts import rank_hosts
 
     check_api(settings.http, settings.service, settings.security)
     template = read_chat_template(settings.http.chat_template)
@@ -91,7 +92,8 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
     config, began = use_device(settings.model_config, os.environ), time.monotonic()
     give_back_freed_memory()
     model, tokenizer = await asyncio.gather(
-        asyncio.to_thread(load_from, path, config), asyncio.to_thread(load_tokenizer, path, template)
+        asyncio.to_thread(load_from, path, config, rank_hosts(settings)),
+        asyncio.to_thread(load_tokenizer, path, template),
     )
     log.info("%s loaded from disk in %.2f s", path.name, time.monotonic() - began)
     node = await own_node(settings)

@@ -117,6 +117,8 @@ _WORKER_COUNTERS = {
     "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "expert_dispatch_bytes": "Bytes of rows that ranks of a worker sent to each other's experts, routing included",
     "expert_combine_bytes": "Bytes of results that those experts sent back",
+    "expert_bytes_to_hosts": "Bytes that a worker sent to hosts of its ranks, rows and all else, TLS's own not counted",
+    "expert_bytes_from_hosts": "Bytes that came from them, results and all else",
     "parallel_bytes": "Bytes that ranks of a worker sent each other of the model they share",
     "expert_ranks_lost": "Ranks of a worker that died, or were given up as too late",
     "expert_ranks_rejoined": "Ranks that were started again and taken in",

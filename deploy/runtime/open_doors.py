@@ -12,6 +12,7 @@ import socket
 
 from deploy.runtime.addresses import EVERYWHERE
 from serving.config import ClusterConfig, HttpConfig
+from serving.rank_hosts_config import RankHostsConfig
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 
@@ -42,6 +43,18 @@ def check_grpc(cluster: ClusterConfig, security: SecurityConfig) -> None:
         where,
         "set MILLRACE_CLUSTER_KEY (--cluster-key), the same for every service, or --grpc-tls-certfile and"
         " --grpc-tls-ca",
+    )
+
+
+def check_rank_hosts(hosts: RankHostsConfig, cluster: ClusterConfig, security: SecurityConfig) -> None:
+    """Raises ValueError if anyone on the network could join this worker's ranks."""
+    if cluster.cluster_key is not None or security.grpc_tls_asked or is_loopback(hosts.data_parallel_address):
+        return
+    where = f"--data-parallel-address {hosts.data_parallel_address}: the leader of the ranks"
+    _refuse_unless(
+        security.insecure,
+        where,
+        "set MILLRACE_CLUSTER_KEY (--cluster-key), the same on every host, or --grpc-tls-certfile and --grpc-tls-ca",
     )
 
 

@@ -18,6 +18,7 @@ from serving.config import (
 )
 from serving.log_config import LogConfig
 from serving.options import ConfigError, build, load_file, names
+from serving.rank_hosts_config import RankHostsConfig
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 from serving.tracing_config import TracingConfig
@@ -29,6 +30,7 @@ class Settings:
 
     model: str | None
     model_config: ModelConfig
+    hosts: RankHostsConfig = field(default_factory=RankHostsConfig)
     engine: EngineConfig
     http: HttpConfig
     service: ServiceConfig = field(default_factory=ServiceConfig)

@@ -146,6 +146,8 @@ def counters_of(ranks: RankGroup) -> Mapping[str, float]:
         "experts_reloaded": float(counts.loaded_experts),
         "experts_moved": float(totals.moved_experts),
         "experts_moved_bytes": float(totals.moved_bytes),
-        "expert_ranks": float(ranks.size),
+        "expert_ranks": float(ranks.there),
+        "expert_bytes_to_hosts": float(totals.bytes_to_hosts),
+        "expert_bytes_from_hosts": float(totals.bytes_from_hosts),
         "expert_imbalance": ranks.imbalance,
     }

@@ -20,6 +20,7 @@ import torch
 
 from deploy.runtime.devices import asked_index, visible_devices
 from deploy.runtime.discovery import RouterDirectory, addresses
+from deploy.worker.rank_hosts import RankHosts
 from kvcache.pool.client import PoolClient
 from kvcache.pool.models import pull, push
 from kvcache.pool.remote import RemoteNode
@@ -108,8 +109,11 @@ def check_gpus(config: ModelConfig, layout: ParallelLayout) -> None:
         )
 
 
-def load_from(path: Path, config: ModelConfig) -> LoadedModel:
-    """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for."""
+def load_from(path: Path, config: ModelConfig, hosts: RankHosts | None = None) -> LoadedModel:
+    """Load the model at `path` as configured (serving.loader.loading), over several ranks where that is asked for.
+
+    Some of them come from other `hosts`.
+    """
     check_model(path, config)
     if (layout := layout_of(config)).ranks > 1 and config.device != "cpu":
         gpus = visible_devices(os.environ)
@@ -126,6 +130,7 @@ def load_from(path: Path, config: ModelConfig) -> LoadedModel:
             config.rank_timeout,
             redundant=0 if eplb is None else eplb.num_redundant_experts,
             balancing=None if eplb is None else _balancing(eplb),
+            lobby=None if hosts is None else hosts.lobby(path, config),
         )
     return load(path, config.dtype, config.device, config.quantization)
 
@@ -169,13 +174,14 @@ class ModelCache:
         cluster: ClusterConfig,
         kv_transport: str = WITHIN_HOST,
         tls: GrpcTls | None = None,
+        hosts: RankHosts | None = None,
     ):
         self.model = model
         self.config = config
         self.pool = pool
         self.cluster = cluster
         self.kv_transport = kv_transport
-        self.tls = tls
+        self.tls, self.hosts = tls, hosts
         self.lacking: Path | None = None  # what the pool should be given
 
     async def load(self) -> LoadedModel:
@@ -190,7 +196,7 @@ class ModelCache:
                     log.warning("no node of the KV pool is known: the model is loaded from disk")
         began = time.monotonic()
         path = await asyncio.to_thread(resolve, self.model)  # which may fetch it from the hub
-        loaded = await asyncio.to_thread(load_from, path, self.config)
+        loaded = await asyncio.to_thread(load_from, path, self.config, self.hosts)
         log.info("%s loaded from disk in %.2f s", path.name, time.monotonic() - began)
         return loaded
 
@@ -213,7 +219,7 @@ class ModelCache:
         with temporary_folder(where) as folder:
             path = await pull(found, name, folder)
             fetched = time.monotonic()
-            loaded = await asyncio.to_thread(load_from, path, self.config)
+            loaded = await asyncio.to_thread(load_from, path, self.config, self.hosts)
         took = time.monotonic() - began
         log.info("%s loaded from the KV pool in %.2f s, %.2f s of it on the way", name, took, fetched - began)
         return replace(loaded, path=Path(name))

@@ -26,6 +26,7 @@ from deploy.worker.flipping import FlippableWorker
 from deploy.worker.life import WorkerMaker
 from deploy.worker.model_cache import ModelCache, release
 from deploy.worker.proposers import load_draft_parts
+from deploy.worker.rank_hosts import rank_hosts
 from deploy.worker.status_door import WorkerDoor
 from deploy.worker.worker import Worker
 from kvcache.transfer.choice import AUTO
@@ -72,7 +73,8 @@ class WorkerProcess:
         keep_nixl_on_loopback(self.kv_transport, settings.security)
         use_cores(settings.engine.cpus, settings.engine.threads)
         transport = kv_transport_of(AUTO, cluster, settings.security)
-        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster, transport, self.tls)
+        hosts = rank_hosts(settings)
+        cache = ModelCache(settings.model, settings.model_config, settings.pool, cluster, transport, self.tls, hosts)
         door = WorkerDoor(settings.model_config.served_model_name, settings.http.metrics_prefix, self.tls)
         async with AsyncExitStack() as stack:
             if cluster.metrics_port is not None:  # before the model loads: who asks meanwhile is told that we live

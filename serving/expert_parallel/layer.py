@@ -55,6 +55,12 @@ class ExpertParallelMlp(MoeMlp):
         received = self.exchange.dispatch(Rows(x_TH), self.physical.of(experts_TK))
         return self.exchange.combine(self._results(received, x_TH.dtype), weights_TK)
 
+    def idle(self, x_0H: Tensor) -> None:
+        """Take part in the others' exchange with no rows of its own, which `x_0H` is the empty tensor of."""
+        none_0K = torch.empty(0, self.exchange.shape.top_k)
+        received = self.exchange.dispatch(Rows(x_0H), none_0K.int())
+        self.exchange.combine(self._results(received, x_0H.dtype), none_0K)
+
     def stages(self, x_TH: Tensor, before: str) -> Generator[str, None, Tensor]:
         """`forward` as a generator, which says what has been computed whenever rows or results begin to travel.
 
@@ -141,7 +147,7 @@ def idle_step(model: Decoder) -> None:
     for layer in model.layers:
         assert isinstance(layer, Layer)
         if isinstance(layer.mlp, ExpertParallelMlp):
-            layer.mlp(weight.new_empty(0, len(weight)))
+            layer.mlp.idle(weight.new_empty(0, len(weight)))
 
 
 def exchange_shape(model: Decoder, placement: ExpertPlacement, max_tokens: int) -> ExchangeShape:
@@ -195,7 +201,8 @@ def check_alike(model: Decoder) -> None:
 def _check(mlp: MoeMlp, placement: ExpertPlacement, shape: ExchangeShape) -> None:
     if (len(placement.slots), len(placement.slots[0])) != (shape.ranks, shape.slots):
         raise ValueError(f"a placement on {len(placement.slots)} ranks does not fit an exchange of {shape.ranks}")
-    if placement.experts != mlp.spec.experts or mlp.spec.top_k != shape.top_k:
+    alike = shape.top_k in (mlp.spec.top_k, 1)  # 1: rows of other hosts come once for each expert
+    if placement.experts != mlp.spec.experts or not alike:
         raise ValueError(f"a layer of {mlp.spec.experts} experts does not fit a placement of {placement.experts}")
     if shape.wire is torch.int8 and not all(takes_int8(expert) for expert in mlp.experts.children()):
         raise ValueError("rows travel as int8 to INT8 experts alone: to others they would lose what these compute with")

@@ -22,8 +22,8 @@ class PhysicalExperts:
         own = {expert: rank * slots + slot for slot, expert in reversed(list(enumerate(placement.slots[rank])))}
         found: list[list[int]] = [[] for _ in range(placement.experts)]
         for holder, held in enumerate(placement.slots):
-            for slot, expert in enumerate(held):
-                found[expert].append(holder * slots + slot)
+            for expert in dict.fromkeys(held):  # a rank that has it in several slots has it once
+                found[expert].append(holder * slots + held.index(expert))
         chosen = [[own[expert]] if expert in own else copies for expert, copies in enumerate(found)]
         most = max(map(len, chosen))
         self.copies = torch.tensor([len(copies) for copies in chosen], dtype=torch.int32)

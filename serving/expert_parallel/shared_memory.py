@@ -73,6 +73,7 @@ class SharedMemoryExchange(RoundTrips):
         self._results = [self._results_of(region) for region in range(2)]
         self._placed = [self._places_of(region) for region in range(2)] if quantized else None
         self._told = ctypes.c_int32()  # a second answer of a function
+        self._region = 0  # of the dispatch that came last
         self._sums = torch.empty(shape.max_tokens, shape.hidden)
         self._tokens, self._received = [0, 0], [0, 0]
         self._dispatched = self._arrived = self._returned = self._combined = 0
@@ -179,9 +180,14 @@ class SharedMemoryExchange(RoundTrips):
         if received < 0:
             raise self._lost()
         self._received[self._arrived % 2] = received
-        region = self._told.value
+        region = self._region = self._told.value
         placed = None if self._placed is None else self._placed[region](received)
         return Received(_Portions(self, region), counts, self._results[region][:received], placed)
+
+    def addresses(self, received: int) -> Tensor:
+        """Where each of so many rows lies that came with the last dispatch, int64 [N], slot by slot."""
+        assert self._exchange is not None
+        return _numbers(self._functions.rows(self._exchange, self._region), ctypes.c_int64, received)
 
     def portions(self, region: int) -> Iterator[Portion]:
         """The rows received that lie in this region, gathered as they are asked for."""

@@ -120,6 +120,16 @@ def load(
     )
 
 
+def digest_of(path: Path, dtype: str) -> tuple[str, str]:
+    """The fingerprint of the files at `path`, and the dtype that `dtype` means for them; no weights are loaded.
+
+    Raises ValueError as `load`.
+    """
+    spec, checkpoint, own_dtype = open_checkpoint(path)
+    dtype = own_dtype if dtype == "auto" else dtype
+    return fingerprint(spec, checkpoint.files, dtype), dtype
+
+
 def _kept_wide(shared: bool, checkpoint: Checkpoint) -> str | None:
     """Whose linear layers are not compressed as they are loaded; None: this model's are."""
     if shared:

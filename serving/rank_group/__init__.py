@@ -1,1 +1,1 @@
-"""One worker of several processes on a host: a leader that serves, and ranks that compute their part of each step."""
+"""One worker of several processes: a leader that serves, and ranks, here and elsewhere, which compute of each step."""

@@ -92,8 +92,10 @@ class RankProcess(RankLine):
     what it does beside its steps.
     """
 
-    def __init__(self, rank: int, environ: Mapping[str, str] | None = None, lanes: int = 0) -> None:
-        """`environ` is told beside what every helper needs."""
+    def __init__(
+        self, rank: int, environ: Mapping[str, str] | None = None, lanes: int = 0, inherited: Sequence[int] = ()
+    ) -> None:
+        """`environ` is told beside what every helper needs; descriptors that are `inherited` keep their numbers."""
         with ExitStack() as undone, ExitStack() as theirs:
             ours, sockets = [], []
             for _ in range(1 + lanes):
@@ -101,7 +103,7 @@ class RankProcess(RankLine):
                 undone.callback(channel.close)
                 ours.append(channel)
                 sockets.append(theirs.enter_context(other))
-            self.process = _started(rank, environ or {}, sockets)
+            self.process = _started(rank, environ or {}, sockets, inherited)
             channel, *beside = ours
             super().__init__(rank, self.process.pid, channel)
             self.lanes = [RankLine(rank, self.process.pid, one) for one in beside]
@@ -131,12 +133,14 @@ class RankProcess(RankLine):
             lane.channel.close()
 
 
-def _started(rank: int, environ: Mapping[str, str], theirs: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
+def _started(
+    rank: int, environ: Mapping[str, str], theirs: Sequence[socket.socket], inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
     known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
     channel, *lanes = (one.fileno() for one in theirs)
     return subprocess.Popen(  # noqa: S603 - our own module
         [*module_command(RANK_MODULE), *map(str, (channel, os.getpid(), *lanes))],
-        pass_fds=(channel, *lanes),
+        pass_fds=(channel, *lanes, *inherited),
         env=helper_environ(os.environ) | known | dict(environ) | handed_down(f"rank-{rank}"),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks

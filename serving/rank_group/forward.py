@@ -82,9 +82,10 @@ class GroupForward:
                 out[part.places] = torch.from_numpy(word.rows).view(out.dtype).view(-1, out.shape[1])
 
     def _parts(self, batch: RaggedBatch) -> list[BatchPart | None]:
-        """Each rank's part; None where it has none. KV in host memory is the leader's alone."""
+        """Each rank's part; None where it has none. KV in host memory is the leader's alone, and of no other host."""
         if batch.offloaded is not None or len(batch.query_lens) == 1:
             whole = BatchPart(batch, torch.arange(len(batch.logits_rows)))
             return [whole, *[None] * (self.ranks.size - 1)]
-        shares = divided(batch.query_lens, batch.context_lens_list, self.ranks.size)
-        return [part_of_batch(batch, share) if share else None for share in shares]
+        shares = divided(batch.query_lens, batch.context_lens_list, self.ranks.mapping)
+        parts = [part_of_batch(batch, share) if share else None for share in shares]
+        return [*parts, *[None] * (self.ranks.size - self.ranks.mapping)]

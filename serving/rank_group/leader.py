@@ -23,6 +23,7 @@ from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
 from serving.rank_group.compiled import compiled_computing
 from serving.rank_group.forward import GroupForward
+from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.loading import load_together
 from serving.rank_group.member import EpochMember, loader_of
 from serving.rank_group.messages import Balancing, CompiledForm
@@ -83,19 +84,21 @@ def load_spread(
     *,
     redundant: int = 0,
     balancing: Balancing | None = None,
+    lobby: HostLobby | None = None,
 ) -> SpreadModel:
     """Load the model at `path` over `ranks` processes, this one among them, which share its threads.
 
     `deadline` are the seconds that a rank may keep others waiting in a step. `redundant` experts have copies at first;
-    with `balancing` experts move. Raises ValueError as `load` does, and where the ranks cannot work together.
+    with `balancing` experts move. Those that the `lobby` has no place for here come by it, on other hosts. Raises
+    ValueError as `load` does, and where the ranks cannot work together.
     """
     check_spread(path, dtype, quantization, ranks, redundant)
     try:
         functions()  # compiled here, not by all ranks at once
     except ExchangeUnavailable as error:
         raise ValueError(f"--data-parallel-size {ranks}: {error}") from error
-    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    group = RankGroup(ranks, deadline, redundant=redundant, balancing=balancing)
+    torch.set_num_threads(max(1, torch.get_num_threads() // (ranks if lobby is None else lobby.local)))
+    group = RankGroup(ranks, deadline, redundant=redundant, balancing=balancing, lobby=lobby)
     own = partial(load_share, path, dtype, LEADER, ranks, redundant, quantization)
     make = partial(SpreadModel, ranks=group, load_expert=loader_of(path, dtype))
     return load_together(group, path, dtype, own, make)
@@ -110,7 +113,7 @@ def join_group(
     where the ranks do not come together, or find no memory for the rows of such a step.
     """
     ranks = spread.ranks
-    placements = even_placements(spread.spec, ranks.configured, ranks.redundant)
+    placements = ranks.of_members(even_placements(spread.spec, ranks.configured, ranks.redundant))
     blocks, block_size, *_ = planes[0][0].shape
     max_tokens = min(max_tokens, blocks * block_size)  # each row of a step has KV of its own
     computing = None if compiled is None else compiled_computing(spread.model, compiled, leads=True)

@@ -54,13 +54,16 @@ class EpochMember:
         deadline: float,
         balancing: Balancing | None,
         computing: RankComputing | None = None,
+        *,
+        bridged: bool = False,
     ) -> None:
-        """`computing` with the model's own modules unless it is given."""
+        """`computing` with the model's own modules unless it is given. `bridged`: see MapKV."""
         self.model = model
         self.computing: RankComputing = computing or TorchComputing(model)
         self.experts = HeldExperts(model, lambda layer, expert: self.computing.expert(load(layer, expert)))
         self._most_rows, self._deadline, self._balancing = most_rows, deadline, balancing
         self._shape: ExchangeShape | None = None
+        self._bridged = bridged
         self._rebalance: LiveRebalance | None = None
         self._before = RankTotals()  # of epochs that are over
         self.placements: Placements = ()  # of the step that was begun last
@@ -75,6 +78,8 @@ class EpochMember:
         """Meet the others. Raises RankLost, StoreUnavailable, ExchangeUnavailable, and ValueError."""
         if self._shape is None:
             self._shape = exchange_shape(self.model, order.placements[0], self._most_rows)
+            if self._bridged:
+                self._shape = replace(self._shape, top_k=1)
         self.placements = order.placements
         ranks, slots = len(order.processes), len(order.placements[0].slots[0])
         shape = replace(self._shape, ranks=ranks, slots=slots)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from serving.expert_parallel.exchange import ExchangeTraffic
+from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic
 from serving.expert_parallel.replanning import BalancePolicy
 from serving.expert_parallel.surviving import Brought, Placements
 
@@ -83,14 +83,17 @@ class MapKV:
     """Map the KV of the group. `most_rows` a step has at most; `deadline` are the seconds of every wait in it.
 
     With `compiled` the rank computes by the compiled kernels, else by the model's modules. With `balancing` experts
-    move while the group serves. Answered by KVMapped.
+    move while the group serves. `shape` is that of the exchange before any rank is lost. A rank that is `bridged` has
+    no rows of its own, and gets those of other hosts once for each expert. Answered by KVMapped.
     """
 
     segment: bytes
     most_rows: int
     deadline: float
     balancing: Balancing | None
+    shape: ExchangeShape
     compiled: CompiledForm | None = None
+    bridged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +192,16 @@ class RankTotals:
     traffic: ExchangeTraffic = NOTHING_SENT
     moved_experts: int = 0  # that came to be held here for the sake of balance
     moved_bytes: int = 0  # of weights that were copied for that, chunk by chunk: what the budget bounds
+    bytes_to_hosts: int = 0  # that left for another host, and
+    bytes_from_hosts: int = 0  # that came from it
 
     def __add__(self, other: RankTotals) -> RankTotals:
         return RankTotals(
             self.traffic + other.traffic,
             self.moved_experts + other.moved_experts,
             self.moved_bytes + other.moved_bytes,
+            self.bytes_to_hosts + other.bytes_to_hosts,
+            self.bytes_from_hosts + other.bytes_from_hosts,
         )
 
 

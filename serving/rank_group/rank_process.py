@@ -32,6 +32,8 @@ from serving.rank_group.compiled import compiled_computing
 from serving.rank_group.computing import RankSteps
 from serving.rank_group.device_messages import LoadOnDevice
 from serving.rank_group.device_rank import serve_on_device
+from serving.rank_group.host_bridge import serve_bridge
+from serving.rank_group.host_messages import AwaitHost
 from serving.rank_group.layout_messages import LoadLayout
 from serving.rank_group.layout_rank import serve_layout
 from serving.rank_group.loading import ANSWER_SECONDS, loaded_share
@@ -130,7 +132,10 @@ def serve(channel: Channel, lanes: Sequence[Channel] = ()) -> None:
 
     Raises ChannelClosed; RankLost of a group with a layout.
     """
-    order: LoadShare | LoadLayout | LoadOnDevice = channel.receive(None)
+    order: LoadShare | LoadLayout | LoadOnDevice | AwaitHost = channel.receive(None)
+    if isinstance(order, AwaitHost):
+        serve_bridge(channel, order)
+        return
     if isinstance(order, LoadOnDevice):
         serve_on_device(channel, lanes, order)
         return
@@ -164,7 +169,7 @@ def _mapped(channel: Channel, loaded: LoadedModel, order: LoadShare) -> Followin
         channel.send(KVMapped(error=str(error)), ANSWER_SECONDS)
         return None
     load = loader_of(order.path, order.dtype)
-    member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing, computing)
+    member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing, computing, bridged=kv.bridged)
     channel.send(KVMapped(), ANSWER_SECONDS)
     return FollowingRank(member, planes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,16 @@ import torch
 
 from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.epoch import Rules
-from serving.expert_parallel.exchange import RankLost
+from serving.expert_parallel.exchange import ExchangeShape, RankLost
+from serving.expert_parallel.layer import exchange_shape
 from serving.expert_parallel.recovery import VAIN_EPOCHS, RecoveryCounts
 from serving.expert_parallel.surviving import ExpertsLost, Placements
 from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
 from serving.rank_group.child import RankProcess
 from serving.rank_group.epochs import GroupEpochs
+from serving.rank_group.host_lobby import HostLobby
+from serving.rank_group.host_plan import of_members
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import (
     Balancing,
@@ -59,9 +63,21 @@ class RankGroup:
     `lost` is set once there is no group any more; from then on every step raises it.
     """
 
-    def __init__(self, ranks: int, deadline: float, *, redundant: int = 0, balancing: Balancing | None = None) -> None:
-        """Starts their processes. `redundant` experts have copies at first; with `balancing` experts move."""
-        self.configured = ranks
+    def __init__(
+        self,
+        ranks: int,
+        deadline: float,
+        *,
+        redundant: int = 0,
+        balancing: Balancing | None = None,
+        lobby: HostLobby | None = None,
+    ) -> None:
+        """Starts their processes. `redundant` experts have copies at first; with `balancing` experts move.
+
+        By the `lobby` other hosts come in, each as one rank to the others here.
+        """
+        self.configured, self.lobby = ranks, lobby
+        self._local = ranks if lobby is None else lobby.local
         self.deadline, self.redundant, self.balancing = deadline, redundant, balancing
         self.lost: Exception | None = None
         self.own: EpochMember | None = None  # the leader's part, once it has met the others
@@ -74,11 +90,13 @@ class RankGroup:
         self._steps, self._began = 0, 0.0
         self._unfinished = False  # the last step, by the leader itself
         self._order: LoadShare | None = None
+        self._gathering: Future[None] | None = None
+        self._shape: ExchangeShape | None = None
         self._compiled: CompiledForm | None = None
         self.keepers: list[RankKeeper] = []
         started = False
         try:
-            self.keepers += (RankKeeper(RankProcess(rank), self._prepare) for rank in range(1, ranks))
+            self.keepers += (RankKeeper(RankProcess(rank), self._prepare) for rank in range(1, self._local))
             started = True
         finally:
             if not started:
@@ -86,8 +104,24 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """The ranks of the present epoch, the leader among them."""
-        return self.configured if self._epochs is None else len(self._epochs.epoch.members)
+        """The members of the present epoch, the leader among them: ranks of its host, then other hosts."""
+        return 1 + len(self.others)
+
+    @property
+    def mapping(self) -> int:
+        """Those of them that have the KV, and may have rows in a step."""
+        return 1 + sum(other.rank < self._local for other in self.others)
+
+    @property
+    def there(self) -> int:
+        """The ranks of the present epoch, those of other hosts each counted."""
+        places = () if self.lobby is None else self.lobby.places
+        hosts = (places[other.rank - self._local] for other in self.others if other.rank >= self._local)
+        return self.mapping + sum(place.ranks for place in hosts)
+
+    def of_members(self, placements: Placements) -> Placements:
+        """Of placements on all ranks those on the members."""
+        return placements if self.lobby is None else of_members(placements, self._local, self.lobby.places)
 
     @property
     def others(self) -> list[RankProcess]:
@@ -119,13 +153,23 @@ class RankGroup:
         )
         for other in self.others:
             self._load(other)
+        if self.lobby is not None:
+            self._gathering = ThreadPoolExecutor(1, "hosts").submit(self._hosts_come, self.lobby)
+
+    def _hosts_come(self, lobby: HostLobby) -> None:
+        """Have them load their shares beside the ranks here."""
+        for process in lobby.gather(LOAD_SECONDS):
+            self._load(process)
 
     def _load(self, other: RankProcess) -> None:
         assert self._order is not None, "load comes first"
         other.ask(replace(self._order, rank=other.rank), MEETING_SECONDS)
 
     def loaded(self) -> None:
-        """Wait until all have. Raises RankLost, and ValueError with what a rank could not load."""
+        """Wait until all have, and all hosts have come. Raises RankLost, and ValueError for what is not loaded."""
+        if self._gathering is not None and self.lobby is not None:
+            self._gathering.result()
+            self.keepers += (RankKeeper(first, self._prepare, self.lobby.again) for first in self.lobby.handed_over())
         for other in self.others:
             self._loaded(other)
 
@@ -150,6 +194,7 @@ class RankGroup:
         Raises RankLost, ValueError, and what `EpochMember.begin` does where the group does not come about.
         """
         self.most_rows, self._compiled = most_rows, compiled
+        self._shape = exchange_shape(own.model, placements[0], most_rows)
         others = {other.rank: other for other in self.others}
         for other in others.values():
             self._map_kv(other)
@@ -162,12 +207,13 @@ class RankGroup:
             keeper.start()
 
     def _map_kv(self, other: RankProcess) -> None:
-        assert self._kv is not None, "share_planes comes first"
+        assert self._kv is not None and self._shape is not None, "share_planes comes first, and meet"
         order = MapKV(
             segment=self._kv.segment.details,
             most_rows=self.most_rows,
             deadline=self.deadline,
             balancing=self.balancing,
+            shape=self._shape,
             compiled=self._compiled,
         )
         other.ask(order, MEETING_SECONDS)
@@ -290,6 +336,8 @@ class RankGroup:
 
     def close(self) -> None:
         """End all ranks. Call when no step runs; safe to repeat."""
+        if self.lobby is not None:
+            self.lobby.close()
         if self._epochs is not None:
             self._epochs.close()
             for other in self.others:

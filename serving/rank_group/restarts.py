@@ -38,11 +38,19 @@ class RestartDelays:
 
 
 class RankKeeper:
-    """Of one rank, whose first process is given. `prepare` readies another, and raises RankLost or ValueError."""
+    """Of one rank, whose first process is given. `prepare` readies another, and raises RankLost or ValueError.
 
-    def __init__(self, first: RankProcess, prepare: Callable[[RankProcess], None]) -> None:
+    `start` makes the next process instead of a child, once there is a host for it. Raises OSError and RankLost.
+    """
+
+    def __init__(
+        self,
+        first: RankProcess,
+        prepare: Callable[[RankProcess], None],
+        start: Callable[[int], RankProcess] | None = None,
+    ) -> None:
         self.current = first
-        self._prepare = prepare
+        self._prepare, self._start = prepare, start
         self._preparing = False  # by the thread, which alone reads the channel then
         self._offered: RankProcess | None = None
         self._lock = threading.Lock()
@@ -89,13 +97,18 @@ class RankKeeper:
 
     def _follow(self, rank: int) -> None:
         """Start the next process and offer it when it is ready; one that cannot be made so is ended."""
+        if self._closing.is_set():
+            return
+        try:
+            started = (self._start or RankProcess)(rank)
+        except (OSError, RankLost) as error:  # the host has no process, memory or descriptor left for it
+            log.warning("rank %d is not started: %s", rank, error)
+            return
         with self._lock:
+            self.current = started
             if self._closing.is_set():
-                return
-            try:
-                self.current = RankProcess(rank)
-            except OSError as error:  # the host has no process, memory or descriptor left for it
-                log.warning("rank %d is not started: %s", rank, error)
+                self.current.process.kill()
+                self.current.channel.close()
                 return
             self._preparing = True
         ready = False

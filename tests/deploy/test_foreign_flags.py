@@ -135,6 +135,9 @@ def test_whatever_is_given_is_ours_afterwards_or_refused(words: list[str]) -> No
     assert left <= VALUE_ON_THE_WAY, "only what is ours as well"
 
 
+COMPANY = {"-dpl": ("--data-parallel-size", "4", "--enable-expert-parallel")}  # without which one has no meaning
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_flag_is_taken_or_refused_by_the_parser(name: str, started: Started) -> None:
     flag = BY_NAME[name]
@@ -142,7 +145,7 @@ def test_each_flag_is_taken_or_refused_by_the_parser(name: str, started: Started
     value = good if flag.always == ANY or not flag.always else flag.always[0]
     words = [name, value] if flag.takes else [name]
     if flag.always or flag.to:
-        assert main(["serve", *words]) == 0
+        assert main(["serve", *words, *COMPANY.get(name, ())]) == 0
     else:
         with pytest.raises(ForeignFlagError, match=name):
             translate(["serve", *words])

@@ -38,3 +38,10 @@ def test_copies_take_turns() -> None:
     wanted = torch.zeros(6, 1, dtype=torch.int64)
     assert PhysicalExperts(placement, 3).of(wanted)[:, 0].tolist() == [0, 2, 4, 0, 2, 4]
     assert PhysicalExperts(placement, 1).of(wanted)[:, 0].tolist() == [2] * 6
+
+
+def test_a_rank_that_has_an_expert_in_several_slots_has_it_once() -> None:
+    """Slots that are over hold again what a rank holds anyway, and no expert's rows are computed in two parts there."""
+    placement = ExpertPlacement(((0, 0, 0), (1, 2, 1), (2, 3, 2)), experts=4)
+    wanted = torch.tensor([[1, 2]] * 4)
+    assert PhysicalExperts(placement, 0).of(wanted).tolist() == [[3, 4], [3, 6], [3, 4], [3, 6]]

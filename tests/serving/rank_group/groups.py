@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deploy.model_folder import read_config
 from kvcache.memory.device import DeviceKV
 from serving.batch.layer_barrier import LayerBarrier
 from serving.batch.ragged import RaggedBatch
@@ -24,6 +26,8 @@ from serving.forward.layer_events import LayerDone
 from serving.kernels import cpu
 from serving.loader.loading import LoadedModel, load
 from serving.model.decoder import Planes
+from serving.quantization.folder import write_model
+from serving.quantization.scheme import PORTABLE
 from serving.rank_group.compiled import compiled_form
 from serving.rank_group.forward import GroupForward
 from serving.rank_group.leader import SpreadModel, join_group, load_spread
@@ -112,16 +116,24 @@ def group_forward(spread: SpreadModel, *, compiled: bool = False) -> GroupForwar
 def alone(folder: Path) -> EagerForward:
     """With as many threads as this process has."""
     loaded = load(folder, "float32")
-    return EagerForward(loaded.model, _own_planes(loaded))
+    return EagerForward(loaded.model, own_planes(loaded))
 
 
 def compiled_alone(folder: Path, dtype: str = "float32") -> Forward:
     """One process by the compiled kernels, as a worker without ranks."""
     loaded = load(folder, dtype)
-    return make_forward(loaded, _own_planes(loaded), COMPILED, MOST_TOKENS, releases=True)
+    return make_forward(loaded, own_planes(loaded), COMPILED, MOST_TOKENS, releases=True)
 
 
-def _own_planes(loaded: LoadedModel) -> Sequence[Planes]:
+def in_int8(folder: Path, out: Path, dtype: str) -> Path:
+    """The model at `folder` with INT8 layers, in a folder of its own."""
+    loaded = load(folder, dtype, quantization="int8", scheme=PORTABLE)
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    write_model(loaded.model, read_config(folder), out)
+    return out
+
+
+def own_planes(loaded: LoadedModel) -> Sequence[Planes]:
     return DeviceKV(loaded.spec.kv_layers("float32"), BLOCKS_EACH * len(LENGTHS), BLOCK).planes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.model_folder import read_config
 from deploy.worker.computing import forward_of
 from kvcache.memory.device import DeviceKV
 from serving.loader import quantize_at_load
-from serving.loader.loading import load
-from serving.quantization.folder import write_model
-from serving.quantization.scheme import PORTABLE
 from serving.rank_group.compiled import compiled_form
 from tests.serving.model.oracle import build, configs, save
 from tests.serving.rank_group.groups import (
@@ -29,6 +24,7 @@ from tests.serving.rank_group.groups import (
     compiled_alone,
     group_forward,
     harmed,
+    in_int8,
     pids,
     prompt,
     spread_over,
@@ -96,10 +92,7 @@ def test_int8_experts(dtype: str, mixtral: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(quantize_at_load, "calibration_tokens", lambda path, longest: [prompt(0, 40)])
     torch.set_num_threads(1)  # as kernels leave it; several threads wait for each other in each small product
-    loaded = load(mixtral, dtype, quantization="int8", scheme=PORTABLE)
-    shutil.copytree(mixtral, tmp_path / "int8", ignore=shutil.ignore_patterns("*.safetensors"))
-    write_model(loaded.model, read_config(mixtral), tmp_path / "int8")
-    compare(tmp_path / "int8", dtype, 2)
+    compare(in_int8(mixtral, tmp_path / "int8", dtype), dtype, 2)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])

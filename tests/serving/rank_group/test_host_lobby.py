@@ -1,0 +1,93 @@
+"""Which hosts a leader takes in, for which places, and that one of them can come again. They have no model here."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serving.expert_parallel.exchange import RankLost
+from serving.rank_group.host_door import HostIdentity, HostNotYet, HostSecurity, joined
+from serving.rank_group.host_line import HostLine
+from serving.rank_group.host_lobby import HostLobby
+from serving.rank_group.host_plan import HostPlace
+
+OWN = HostIdentity(version="1", model="0" * 32, dtype="float32", ranks=4)
+KEY = HostSecurity(cluster_key="the key")
+SECONDS = 120.0  # that a busy machine may need to start a process
+LATER = HostPlace(3, 1)
+
+
+class Lobby(HostLobby):
+    """One that hosts of this process find."""
+
+    def __init__(self) -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listening.getsockname()[1]
+        super().__init__(listening, OWN, KEY, 2)
+
+    def join(self, place: HostPlace) -> HostLine:
+        return joined("127.0.0.1", self.port, KEY, OWN, place, SECONDS)
+
+    def joined_at_last(self, place: HostPlace) -> HostLine:
+        """Asks until it is taken, as hosts do."""
+        until = time.monotonic() + SECONDS
+        while True:
+            try:
+                return self.join(place)
+            except HostNotYet:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def lobby() -> Iterator[Lobby]:
+    made = Lobby()
+    yield made
+    made.close()
+
+
+def test_hosts_come_in_any_order_have_places_of_their_own_and_come_again(lobby: Lobby) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        with pytest.raises(HostNotYet, match="ranks 2 to 3 are those of other hosts"):
+            lobby.join(HostPlace(1, 1))
+        last = lobby.join(LATER)
+        with pytest.raises(HostNotYet, match="another one has rank 3"):
+            lobby.join(HostPlace(2, 2))
+        first = lobby.join(HostPlace(2, 1))
+        assert [process.rank for process in gathered.result()] == [2, 3]
+        assert lobby.places == [HostPlace(2, 1), LATER]
+        processes = lobby.handed_over()
+        last.close()
+        processes[1].process.wait(SECONDS)
+        assert processes[0].process.poll() is None, "one host's end is not another's"
+        again = pool.submit(lobby.again, 3)
+        with pytest.raises(HostNotYet, match="misses no such host"):
+            lobby.join(HostPlace(2, 1))
+        last = lobby.joined_at_last(LATER)
+        found = again.result()
+        assert found.rank == 3 and found.process.poll() is None
+        for line, process in ((first, processes[0]), (last, found)):
+            line.close()
+            process.end(time.monotonic() + SECONDS)
+            process.channel.close()
+        processes[1].channel.close()
+
+
+def test_nobody_waits_for_hosts_of_a_group_that_closes(lobby: Lobby) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        line = lobby.join(LATER)
+        lobby.close()
+        with pytest.raises(RankLost, match="the group is closing"):
+            gathered.result()
+        line.close()
+
+
+def test_hosts_are_waited_for_no_longer_than_is_said(lobby: Lobby) -> None:
+    with pytest.raises(RankLost, match="no host has come with ranks 2, 3"):
+        lobby.gather(0.1)
