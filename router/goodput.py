@@ -20,7 +20,7 @@ from router.placements import PlacementSearch, PredictedPlacement
 from router.policy import Decision, Demand, FleetView, PrefixAware
 from router.predict import KnownCosts
 
-SCORE_BAND = 0.02  # requests: scores within it are near ties, and the one that uses least wins (placements)
+SCORE_BAND = 0.02  # requests: scores within it are near ties, and the placement with the most to spare wins
 USED_BAND = 0.05  # share of what that uses: placements within it are near ties, and are spread over requests
 LATE = 1.3  # of its TTFT objective: predictions learn nothing from how much later than that a first token was
 KEPT = 8  # placements that a decision tells it has considered

@@ -39,7 +39,6 @@ from serving.step_cost import StepCost
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted,
 MIXED = 8  # and of mixed ones: how long their queues are is known only then
-RECOMPUTED = 2.0  # what is held elsewhere takes its time, and the place of as much that others will look for
 
 # A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
 
@@ -55,7 +54,6 @@ class FirstToken:
     error: float
     chance: float
     lost: float  # prompts that miss their TTFT because this one passes them, or comes before them
-    again: float  # of `compute`, for what another worker has cached
 
 
 @dataclass(slots=True)
@@ -137,7 +135,6 @@ class PlacementSearch:
         self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
         self.output = max(2, demand.output)
         self.apart = calibration.apart(demand.texts)
-        self._most_cached = min(max(demand.cached.values(), default=0), demand.tokens)
         self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
         self._columns = columns or KeptColumns()
         self._prefills = self._columns.of(view.prefill)
@@ -224,10 +221,7 @@ class PlacementSearch:
         chance = 1.0 if left is None else within(left, ttft, error)
         lost = queued_lost(worker, cost, prompt, drift, now)
         lost += newcomers_lost(worker, prompt, queue, drift, now, chance)
-        again = 0.0
-        if self._most_cached > demand.cached.get(worker.instance, 0):
-            again = max(0.0, compute - prompt_seconds(worker, cost, self._most_cached, demand.tokens, tpot))
-        return FirstToken(worker, queue, compute, ttft, error, chance, lost, again)
+        return FirstToken(worker, queue, compute, ttft, error, chance, lost)
 
     def _further(self, worker: Candidate) -> FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
@@ -260,7 +254,7 @@ class PlacementSearch:
     def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""
         score = self.demand.weight * first.chance - first.lost
-        return -score, first.ttft + RECOMPUTED * first.again, first, None, 0.0, 0.0, 0.0
+        return -score, first.ttft, first, None, 0.0, 0.0, 0.0
 
     def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[Scored]) -> None:
         """A decode with each of the prefills for it. Errors of TTFT and TPOT are taken for independent."""
@@ -281,5 +275,5 @@ class PlacementSearch:
                 judged = tpot if alone is None else alone + transfer / tokens
                 if not 0.0 < judged * sure <= limit:  # else it is certain
                     chance *= within(limit, judged, further.risk)
-            used = objectives_used(slo, first.ttft + RECOMPUTED * first.again, tpot, output)
+            used = objectives_used(slo, first.ttft, tpot, output)
             found.append((-(weight * chance - lost - first.lost), used, first, further, transfer, token, tpot))

@@ -13,7 +13,7 @@ from router.candidate import UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
-from router.placements import MIXED, RECOMPUTED, SHORTLIST
+from router.placements import MIXED, SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     LATE_SHARE,
@@ -139,8 +139,7 @@ class PlainChoice:
     def alone(self, worker: Candidate) -> PlainPair:
         queue, compute, ttft, error, chance, lost = self.first(worker, None)
         raw = queue, compute, 0.0, 0.0, 0.0, ttft, 0.0, error, LEAST_ERROR, self.urgency, self.due_in
-        used = ttft + RECOMPUTED * self.again(worker, None)
-        return PlainPair(None, worker, Prediction(*raw), self.demand.weight * chance - lost, used)
+        return PlainPair(None, worker, Prediction(*raw), self.demand.weight * chance - lost, ttft)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> PlainPair:
         demand, cost, own, tokens = self.demand, self.cost(decode), prefill is decode, self.output - 1
@@ -172,8 +171,7 @@ class PlainChoice:
         lost = others_missed(decode, cost, self.step(decode) / usual, step / usual)
         if decode.prefills and self.choice:
             lost += self.slowed(decode, self.output * usual_token)
-        again = self.again(prefill, self.tpot if own and decode.prefills else None)
-        used = objectives_used(demand.slo, ttft + RECOMPUTED * again, tpot, demand.output)
+        used = objectives_used(demand.slo, ttft, tpot, demand.output)
         return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed, used)
 
     def beside(self, worker: Candidate, tpot: float | None) -> float:
@@ -203,26 +201,16 @@ class PlainChoice:
             late += kind.rate * lasts * (early - within(kind.limit, before * slower, error))
         return PRICE * late / rows.sequences
 
-    def compute(self, worker: Candidate, start: int, tpot: float | None) -> float:
-        """Seconds of the prompt from position `start` on."""
-        cost, rows = self.cost(worker), worker.decode_load
-        beside = cost.seconds(rows) - cost.fixed if rows.sequences else 0.0
-        return cost.prompt_seconds(start, self.demand.tokens, chunk_tokens(worker, cost, start, tpot), beside=beside)
-
-    def again(self, worker: Candidate, tpot: float | None) -> float:
-        """Seconds that it computes what another worker has cached."""
-        here, most = self.demand.cached.get(worker.instance, 0), max([0, *self.demand.cached.values()])
-        if here >= most:
-            return 0.0
-        return max(0.0, self.compute(worker, here, tpot) - self.compute(worker, min(most, self.demand.tokens), tpot))
-
     def first(self, worker: Candidate, tpot: float | None) -> tuple[float, float, float, float, float, float]:
         """Queue, compute, TTFT, its error, the chance that it is in time, and the requests that are not because of it.
 
         `tpot`: the objective of the request where it decodes there too.
         """
-        demand, cost = self.demand, self.cost(worker)
-        compute = self.compute(worker, demand.tokens - demand.uncached(worker), tpot)
+        demand, cost, rows = self.demand, self.cost(worker), worker.decode_load
+        start = demand.tokens - demand.uncached(worker)
+        beside = cost.seconds(rows) - cost.fixed if rows.sequences else 0.0
+        chunk = chunk_tokens(worker, cost, start, tpot)
+        compute = cost.prompt_seconds(start, demand.tokens, chunk, beside=beside)
         prompt = QueuedPrompt(*demand.turn(self.now), compute)
         queue = queue_seconds(worker, cost, prompt, self.now)
         drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)

@@ -94,15 +94,11 @@ def test_cached_tokens_are_worth_the_prefill_they_save_and_no_more() -> None:
     assert choose(demand, swamped, idle).prefill is idle
 
 
-def test_what_another_has_cached_is_not_computed_again_to_be_a_little_earlier() -> None:
-    """It would take the place of what others look for. Where no cache has it, the shorter queue is taken."""
+def test_one_prefix_that_everybody_asks_for_is_computed_at_all_workers_before_queues_grow() -> None:
     holder, idle = worker("h", waiting_seconds=1.5), worker("i")
     demand = wanting(tokens=2000, ttft=5.0, cached={"h-life": 1900})
-    assert COST.prompt_seconds(0, 2000, 512) < 1.5, "the other one would be earlier"
-    assert choose(demand, holder, idle).prefill is holder
-    assert choose(wanting(tokens=2000, ttft=5.0, tpot_ms=None, cached={"h-life": 1900}), holder, idle).prefill is holder
-    assert choose(wanting(tokens=2000, ttft=5.0), holder, idle).prefill is idle
-    assert choose(wanting(tokens=2000, ttft=2.0, cached={"h-life": 1900}), holder, idle).prefill is idle, "in time"
+    assert COST.prompt_seconds(0, 2000, 512) < 1.5, "the other one is earlier, and has it from then on"
+    assert choose(demand, holder, idle).prefill is idle
 
 
 def test_what_was_sent_since_the_heartbeat_counts() -> None:
