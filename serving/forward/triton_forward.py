@@ -35,7 +35,7 @@ from serving.model.decoder import Decoder, Layer, Planes
 from serving.model.fused_shape import unlike_llama
 from serving.model.moe import MoeMlp
 from serving.model.quantized_linear import QuantizedLinear, float8_linears, rotated_linear
-from serving.parallel.rank_module import computes_with_others
+from serving.parallel.rank_module import RankModule, computes_with_others
 from serving.parallel.sequence_parallel import AllRows, HeadsToRows, OwnRows, RowsToHeads
 from serving.parallel.spread_experts import RowShare, SpreadMoe
 from serving.parallel.tensor_parallel import SummedLinear, TensorShare, VocabularyEmbedding, VocabularyHead
@@ -291,6 +291,9 @@ def supports(model: Decoder, dtype: str, kv: Planes) -> str | None:
             "of models that ranks share, the kernels compute those of shared rows, or shared weights in floats, alone"
         )
     spec, kind = model.spec, getattr(torch, dtype)
+    for name, module in model.named_modules():
+        if isinstance(module, MoeMlp) and any(isinstance(one, RankModule) for one in module.experts.modules()):
+            return f"ranks share the widths of {name}'s experts"
     if reason := unlike_llama(spec):
         return reason
     widest = max(spec.hidden, spec.intermediate, spec.moe.intermediate if spec.moe is not None else 0)

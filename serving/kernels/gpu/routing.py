@@ -138,7 +138,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     scores = tl.where(inside, tl.exp(logits - top[:, None]), 0.0)
     scores = tl.div_rn(scores, tl.broadcast_to(tl.sum(scores, axis=1)[:, None], (ROWS, BLOCK)))
     # Whole numbers in the order of the logits, so that a NaN has a place too and whoever is chosen is an expert.
-    bits = logits.to(tl.int32, bitcast=True)
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 is no less than 0.0
     keys = tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + 1)
     keys = tl.where(inside, keys, LOWEST)
     chosen = tl.zeros((ROWS, SLOTS), dtype=tl.int32)

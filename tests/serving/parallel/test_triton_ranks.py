@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcache.memory.device import DeviceKV
 from serving.forward.forward import EagerForward
 from serving.model.decoder import Decoder
+from serving.model.moe import MoeMlp
 from serving.parallel.applying import apply_parallel
 from serving.parallel.collective import Collective
 from serving.parallel.holding import hold_share
@@ -152,6 +153,24 @@ def test_other_shares_are_left_to_the_modules(triton_forward: ModuleType) -> Non
             assert "shared rows, or shared weights in floats, alone" in (
                 triton_forward.supports(model, "float32", planes[0]) or ""
             )
+
+
+@runs_here
+def test_ranks_that_share_widths_of_experts_in_floats_are_left_to_the_modules(triton_forward: ModuleType) -> None:
+    """What they make of a row is a part of it, in a mixture whose first layers are INT8."""
+    model, floats = (tiny(SPARSE[name]) for name in ("mixtral in int8 with int8 KV", "mixtral"))
+    for layer, wide in zip(model.layers, floats.layers, strict=True):
+        assert isinstance(layer.mlp, MoeMlp) and isinstance(wide.mlp, MoeMlp)
+        layer.attention.set_submodule("o", wide.attention.get_submodule("o"))
+        for expert, other in zip(layer.mlp.experts, wide.mlp.experts, strict=True):
+            expert.set_submodule("down", other.get_submodule("down"))
+    model.set_submodule("head", floats.head)
+    layout = ParallelLayout(tensor=2)
+    with Threads(layout) as threads:
+        hold_share(model, layout, 0)
+        apply_parallel(model, threads.ranks[0])
+        planes = DeviceKV(model.spec.kv_layers("float32"), 1, BLOCK_SIZE).planes
+        assert "ranks share the widths" in (triton_forward.supports(model, "float32", planes[0]) or "")
 
 
 @pytest.mark.slow

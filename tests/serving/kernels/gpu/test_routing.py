@@ -49,13 +49,14 @@ def test_ties_and_what_is_no_number(device: torch.device) -> None:
         [float("nan")] * 5,
         [float("nan"), 1.0, float("inf"), float("-inf"), -float("nan")],
         [0.0, -1e38, 1e38, float("-inf"), float("-inf")],
+        [-1.0, -0.0, 0.0, -0.0, -2.0],
     ]
     logits = torch.tensor(rows)
     logits[2] = torch.tensor([-1] * 5, dtype=torch.int32).view(torch.float32)  # NaN with every bit
     chosen, weights = route(logits.to(device), 4, normalized=False)
     for number, experts in enumerate(chosen.tolist()):
         assert sorted(set(experts)) == sorted(experts) and all(0 <= expert < 5 for expert in experts), number
-    assert chosen[0].tolist() == [1, 2, 3, 0], "of equal ones the first"
+    assert chosen[0].tolist() == chosen[5].tolist() == [1, 2, 3, 0], "of equal ones the first"
     assert torch.isnan(weights[2]).all() and torch.isnan(weights[3]).all()
 
 
