@@ -57,7 +57,7 @@ class ExpertParallelMlp(MoeMlp):
 
     def idle(self, x_0H: Tensor) -> None:
         """Take part in the others' exchange with no rows of its own, which `x_0H` is the empty tensor of."""
-        none_0K = torch.empty(0, self.exchange.shape.top_k)
+        none_0K = x_0H.new_empty(0, self.exchange.shape.top_k, dtype=torch.float32)
         received = self.exchange.dispatch(Rows(x_0H), none_0K.int())
         self.exchange.combine(self._results(received, x_0H.dtype), none_0K)
 

@@ -14,8 +14,9 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -92,29 +93,52 @@ def serve_bridge(channel: Channel, order: AwaitHost) -> None:
         line.close()
 
 
+class Strangers:
+    """Connections of those who have not shown yet who they are: MOST_STRANGERS of them, the oldest gives way."""
+
+    def __init__(self) -> None:
+        self._there: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def among(self, connection: socket.socket) -> Iterator[None]:
+        """One more; whoever speaks to it is told that the connection has ended where it has to go. Raises OSError."""
+        with connection.dup() as own:  # TLS takes the other one over
+            with self._lock:
+                self._there.append(own)
+                if len(self._there) > MOST_STRANGERS:
+                    with suppress(OSError):
+                        self._there.pop(0).shutdown(socket.SHUT_RDWR)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._there = [other for other in self._there if other is not own]
+
+
 def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> HostLine:
     """The first host that the leader takes. Strangers are spoken to side by side, so that none keeps others waiting."""
     coming: queue.SimpleQueue[ComingHost] = queue.SimpleQueue()
-    done, room = threading.Event(), threading.Semaphore(MOST_STRANGERS)
+    done, strangers = threading.Event(), Strangers()
 
     def greet(connection: socket.socket) -> None:
         try:
-            coming.put(greeted(connection, order.security, order.identity))
-        except (HostRefused, HostGone, OSError) as error:
+            with strangers.among(connection):
+                coming.put(greeted(connection, order.security, order.identity))
+        except (HostRefused, HostGone, OSError, ValueError) as error:  # a certificate's key that has a password now
             log.warning("a host is not taken in: %s", error)
-        finally:
-            room.release()
 
     def accept() -> None:
         listening.settimeout(ACCEPT_SECONDS)
         while not done.is_set():
-            if not room.acquire(timeout=ACCEPT_SECONDS):
-                continue
-            with suppress(OSError):
+            try:
                 connection, _ = listening.accept()
                 threading.Thread(target=greet, args=(connection,), name="stranger", daemon=True).start()
+            except TimeoutError:
                 continue
-            room.release()
+            except (OSError, RuntimeError) as error:  # no descriptor, no thread left
+                log.warning("a host is not spoken to: %s", error)
+                done.wait(ACCEPT_SECONDS)
 
     accepting = threading.Thread(target=accept, name="door", daemon=True)
     accepting.start()
@@ -266,7 +290,10 @@ class HostBridge:
         return StepDone(step.number, NO_ROWS, self.totals)
 
     def _layer(self, exchange: SharedMemoryExchange, layer: int) -> None:
-        """One round trip: none of the network's where no row goes there, but the other host is told so."""
+        """One round trip: none of the network's where no row goes there, but the other host is told so.
+
+        The other host has the deadline for all of it.
+        """
         shape = exchange.shape
         values = torch.empty(0, shape.hidden, dtype=shape.wire)
         scale = torch.empty(0) if shape.wire is torch.int8 else None
@@ -276,11 +303,11 @@ class HostBridge:
         assert results is not None, "results have a place in shared memory"
         scales = None if received.placed is None else received.placed.scale
         rows, parts = self._packed(shape, exchange.addresses(count), scales)
-        facts = {"layer": layer, "rows": rows, "results": count}
+        facts, until = {"layer": layer, "rows": rows, "results": count}, time.monotonic() + self.deadline
         self._line.send("rows", facts, self.deadline, [bytes_of(received.counts), *parts])
         if count:
-            word = self._line.answer("results", self.deadline)
-            self._line.bytes_into(word, bytes_of(results), self.deadline)
+            word = self._line.answer("results", until - time.monotonic())
+            self._line.bytes_into(word, bytes_of(results), until - time.monotonic())
         exchange.begin_combine(results)
         exchange.finish_combine(torch.empty(0, shape.top_k))
 

@@ -20,7 +20,9 @@ MOST_STRANGERS_BYTES = 1 << 14  # of the words of somebody who has not shown yet
 MOST_WORD_BYTES = 64 << 20  # placements of many layers
 MOST_SECONDS = 24 * 3600.0
 TOGETHER = 1 << 16  # bytes that are copied to leave in one piece
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # of a peer whose host is gone: 15 s
+# Of a peer whose host is gone: 15 s, also where it was being sent something.
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+MOST_SHOWN = 80  # characters of what somebody sends that a log has
 
 
 class HostGone(Exception):
@@ -39,21 +41,21 @@ class HostWord:
         """A count from 0 to `most`. Raises HostGone for anything else."""
         found = self.facts.get(name)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
-            raise HostGone(f"it sends {name} {found!r}, which is no number from 0 to {most}")
+            raise HostGone(f"it sends {name} {_shown(found)}, which is no number from 0 to {most}")
         return found
 
     def seconds(self, name: str) -> float:
         """Raises HostGone for what is none, or longer than a day."""
         found = self.facts.get(name)
         if not isinstance(found, int | float) or not 0 < found <= MOST_SECONDS:
-            raise HostGone(f"it sends {name} {found!r}, which are no seconds of a wait")
+            raise HostGone(f"it sends {name} {_shown(found)}, which are no seconds of a wait")
         return float(found)
 
     def text(self, name: str) -> str:
         """Raises HostGone for what is no text."""
         found = self.facts.get(name)
         if not isinstance(found, str):
-            raise HostGone(f"it sends {name} {found!r}, which is no text")
+            raise HostGone(f"it sends {name} {_shown(found)}, which is no text")
         return found
 
 
@@ -107,7 +109,7 @@ class HostLine:
         if word.kind == "lost":
             raise HostGone(f"{self.where}: {word.text('reason')}")
         if word.kind != kind:
-            raise HostGone(f"{self.where} says {word.kind!r} where {kind!r} is awaited")
+            raise HostGone(f"{self.where} says {_shown(word.kind)} where {kind!r} is awaited")
         return word
 
     def bytes_into(self, word: HostWord, memory: memoryview, seconds: float) -> None:
@@ -163,6 +165,10 @@ def _where(connection: socket.socket) -> str:
     except (OSError, ValueError):
         return "the other host"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _shown(found: object) -> str:
+    return f"{found!r:.{MOST_SHOWN}}" if isinstance(found, str | int | float | None) else type(found).__name__
 
 
 def _told(error: OSError) -> str:

@@ -48,10 +48,11 @@ class HostLobby:
         until = time.monotonic() + seconds
 
         def refused(place: HostPlace) -> str | None:
+            self._drop_lost()
             return refusal(place, list(self._came), self.local, self.identity.ranks)
 
         with self._door:
-            while missing := unplaced(list(self._came), self.local, self.identity.ranks):
+            while missing := self._missing():
                 log.info("waiting for the hosts of ranks %s", ", ".join(map(str, missing)))
                 place, process = self._let_in(missing[0], refused, until)
                 self._came[place] = process
@@ -59,6 +60,18 @@ class HostLobby:
         for number, place in enumerate(self.places, self.local):
             self._came[place].rank = number
         return [self._came[place] for place in self.places]
+
+    def _missing(self) -> Sequence[int]:
+        """Ranks that nobody has come for, or nobody any more."""
+        self._drop_lost()
+        return unplaced(list(self._came), self.local, self.identity.ranks)
+
+    def _drop_lost(self) -> None:
+        """A host that is lost before all have come leaves its place to the next: it comes again by itself."""
+        for place, process in list(self._came.items()):
+            if process.process.poll() is not None:
+                log.warning("the host of %s is lost before all hosts have come, and waited for again", place)
+                self._came.pop(place).channel.close()
 
     def handed_over(self) -> list[RankProcess]:
         """The same, which are the caller's from now on."""

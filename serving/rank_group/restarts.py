@@ -24,17 +24,22 @@ JOIN_SECONDS = 10.0
 class RestartDelays:
     """How long to wait before another process is started: nothing at first, then twice as long each time. Pure."""
 
-    def __init__(self) -> None:
-        self._restarts = 0
+    def __init__(self, most: int | None = MOST_RESTARTS) -> None:
+        """Of `most` in a row; None: as many as there are."""
+        self._restarts, self._most = 0, most
 
     def after(self, lasted: float) -> float | None:
         """Seconds, once a process has ended that lasted so many; None where there is to be no other."""
         if lasted >= LASTING_SECONDS:
             self._restarts = 0
-        if self._restarts == MOST_RESTARTS:
+        if self._restarts == self._most:
             return None
         self._restarts += 1
-        return 0.0 if self._restarts == 1 else float(min(FIRST_DELAY * 2.0 ** (self._restarts - 2), LONGEST_DELAY))
+        return (
+            0.0
+            if self._restarts == 1
+            else float(min(FIRST_DELAY * 2.0 ** min(self._restarts - 2, MOST_RESTARTS), LONGEST_DELAY))
+        )
 
 
 class RankKeeper:
@@ -74,7 +79,8 @@ class RankKeeper:
         return self._offered is not None
 
     def _keep(self) -> None:
-        rank, delays, began = self.current.rank, RestartDelays(), time.monotonic()
+        delays = RestartDelays(MOST_RESTARTS if self._start is None else None)  # hosts come by themselves
+        rank, began = self.current.rank, time.monotonic()
         while True:
             status = self.current.process.wait()
             self.taken()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from serving.expert_parallel.exchange import RankLost
+from serving.rank_group.host_bridge import MOST_STRANGERS
 from serving.rank_group.host_door import HostIdentity, HostNotYet, HostSecurity, joined
 from serving.rank_group.host_line import HostLine
 from serving.rank_group.host_lobby import HostLobby
@@ -76,6 +77,29 @@ def test_hosts_come_in_any_order_have_places_of_their_own_and_come_again(lobby: 
             process.end(time.monotonic() + SECONDS)
             process.channel.close()
         processes[1].channel.close()
+
+
+def test_a_host_that_is_lost_before_all_have_come_is_waited_for_again(lobby: Lobby) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        lobby.join(LATER).close()
+        again = lobby.joined_at_last(LATER)
+        first = lobby.join(HostPlace(2, 1))
+        assert all(process.process.poll() is None for process in gathered.result())
+        for line in (again, first):
+            line.close()
+
+
+def test_strangers_who_say_nothing_keep_no_host_out(lobby: Lobby) -> None:
+    silent = [socket.create_connection(("127.0.0.1", lobby.port)) for _ in range(8 * MOST_STRANGERS)]
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        began = time.monotonic()
+        lines = [lobby.joined_at_last(place) for place in (HostPlace(2, 1), LATER)]
+        assert len(gathered.result()) == 2
+        assert time.monotonic() - began < SECONDS / 2
+    for each in (*lines, *silent):
+        each.close()
 
 
 def test_nobody_waits_for_hosts_of_a_group_that_closes(lobby: Lobby) -> None:

@@ -36,6 +36,11 @@ def test_restarts_are_bounded_and_come_later_and_later() -> None:
     assert delays.after(LASTING_SECONDS) == 0.0
 
 
+def test_hosts_that_come_by_themselves_are_let_in_as_often_as_they_come() -> None:
+    delays = RestartDelays(None)
+    assert [delays.after(0.0) for _ in range(2000)][-1] == LONGEST_DELAY
+
+
 class ToldProcess:
     """A rank's process that has ended, or ends when it is told to."""
 
