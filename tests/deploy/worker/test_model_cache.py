@@ -45,7 +45,7 @@ async def test_a_model_comes_by_way_of_a_folder_with_room_for_it(
             raise OSError(errno.ENOSPC, "No space left on device")
         return await real(pool, model, folder)
 
-    def load(path: Path, config: ModelConfig) -> Any:
+    def load(path: Path, config: ModelConfig, _: object) -> Any:
         return Loaded(path, path.read_bytes())
 
     monkeypatch.setattr(model_cache, "pull", pull)
