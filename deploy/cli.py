@@ -234,7 +234,11 @@ def _log_early(command: str, given: Mapping[str, Any]) -> None:
 
 def check_hosts(given: Mapping[str, Any], settings: Settings) -> None:
     """Raises ConfigError for ranks on several hosts that cannot be."""
-    if given["command"] == "kvcache" or given.get("placement") is not None:
+    if given["command"] == "kvcache":
+        return
+    if given.get("placement") is not None:
+        if settings.hosts.headless:
+            raise ConfigError("--headless starts this host's ranks, and --placement services: leave out one of the two")
         return
     model = settings.model_config
     workers = sum(given.get(role.value, 0) for role in Role) if given["command"] == "serve" else 1

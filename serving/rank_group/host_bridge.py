@@ -41,6 +41,7 @@ from serving.rank_group.host_door import ComingHost, HostRefused, greeted
 from serving.rank_group.host_line import HostGone, HostLine
 from serving.rank_group.host_messages import AwaitHost, HostCame, TakeHost
 from serving.rank_group.loading import ANSWER_SECONDS
+from serving.rank_group.member import NEVER_ENDS
 from serving.rank_group.messages import (
     BeginEpoch,
     EndEpoch,
@@ -67,7 +68,6 @@ MOST_STRANGERS = 16  # that may be about to show who they are
 ACCEPT_SECONDS = 0.2
 LOAD_SECONDS = 600.0  # as a leader gives a rank
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
-NEVER_ENDS = -1  # processes that use the file of a store: it is removed by its leader
 NO_ROWS = np.zeros(0, dtype=np.uint8)
 
 

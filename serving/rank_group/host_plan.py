@@ -77,14 +77,23 @@ def host_plan(held: Brought, experts: int, before: Sequence[Brought]) -> HostPla
     What no rank has goes to the one with least so far, so that all load at once.
     """
     layers = [_shared(slots, [rank[layer] for rank in before]) for layer, slots in enumerate(held)]
-    elsewhere = [[e for e in range(experts) if e not in set(slots)] or [slots[0]] for slots in held]
+    elsewhere = [_elsewhere(slots, experts) for slots in held]
     most = max(len(one) for ranks, away in zip(layers, elsewhere, strict=True) for one in (*ranks, away))
     placements, physical = [], []
     for ranks, away, slots in zip(layers, elsewhere, held, strict=True):
         placements.append(ExpertPlacement(tuple(_filled(one, most) for one in (away, *ranks)), experts))
-        at = {e: rank * most + slot for rank, own in enumerate(ranks, 1) for slot, e in enumerate(own)}
+        at: dict[int, int] = {}
+        for rank, own in enumerate(ranks, 1):
+            for slot, expert in enumerate(own):
+                at.setdefault(expert, rank * most + slot)
         physical.append(tuple(at[e] for e in slots))
     return HostPlan(tuple(placements), tuple(physical))
+
+
+def _elsewhere(slots: Sequence[int], experts: int) -> list[int]:
+    """Those that the host has not; one that it has, where it has all."""
+    there = set(slots)
+    return [expert for expert in range(experts) if expert not in there] or [slots[0]]
 
 
 def _shared(slots: Sequence[int], before: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -35,10 +35,11 @@ from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.expert_parallel.surviving import Brought
 from serving.model.spec import ModelSpec
 from serving.rank_group.child import RankProcess
-from serving.rank_group.host_bridge import LOAD_SECONDS, LOADING_SECONDS, NEVER_ENDS, bytes_of
+from serving.rank_group.host_bridge import LOAD_SECONDS, LOADING_SECONDS, bytes_of
 from serving.rank_group.host_line import HostGone, HostLine, HostWord
 from serving.rank_group.host_plan import BRIDGE, HostPlace, HostPlan, host_plan, of_ranks_of
 from serving.rank_group.loading import ANSWER_SECONDS
+from serving.rank_group.member import NEVER_ENDS
 from serving.rank_group.messages import (
     BeginEpoch,
     CompiledForm,

@@ -54,6 +54,13 @@ def test_dense_ranks_and_routers_have_no_hosts(capsys: pytest.CaptureFixture[str
     assert "a router none" in capsys.readouterr().err
 
 
+def test_a_placement_starts_no_host_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "placement.toml"
+    file.write_text('model = "m"\n[[workers]]\nrole = "mixed"\n')
+    assert main(["serve", "--placement", str(file), "--headless"]) == 2
+    assert "leave out one of the two" in capsys.readouterr().err
+
+
 def test_short_names_of_vllm_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "m", "-dp", "2", "--enable-expert-parallel", "-dpl", "3", "-dpa", "::1", "-dpp", "99"]) == 2
     assert "--data-parallel-size-local 3" in capsys.readouterr().err

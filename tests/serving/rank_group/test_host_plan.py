@@ -70,6 +70,11 @@ def rank_held(plan: object, layer: int, slot: int) -> int:
     return held
 
 
+def test_no_row_goes_to_the_copy_that_a_rank_without_an_expert_has() -> None:
+    plan = host_plan([[0, 1]], 4, [[[0, 1]], [[2, 3]]])
+    assert plan.physical == ((2, 3),), "both lie with rank 1, whose slots are 2 and 3"
+
+
 @given(hosted())
 def test_nothing_is_loaded_for_what_ranks_have_and_no_rank_holds_more_than_its_share(
     case: tuple[Placements, int, list[HostPlace]],
