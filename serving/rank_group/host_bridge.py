@@ -66,6 +66,7 @@ log = logging.getLogger(__name__)
 
 MOST_STRANGERS = 16  # that may be about to show who they are
 ACCEPT_SECONDS = 0.2
+LEAST_SECONDS = 0.01  # for what has come already
 LOAD_SECONDS = 600.0  # as a leader gives a rank
 LOADING_SECONDS = 60.0  # for experts that nobody holds any more
 NO_ROWS = np.zeros(0, dtype=np.uint8)
@@ -98,6 +99,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._there: list[socket.socket] = []
+        self._left = False
         self._lock = threading.Lock()
 
     @contextmanager
@@ -106,14 +108,33 @@ class Strangers:
         with connection.dup() as own:  # TLS takes the other one over
             with self._lock:
                 self._there.append(own)
-                if len(self._there) > MOST_STRANGERS:
-                    with suppress(OSError):
-                        self._there.pop(0).shutdown(socket.SHUT_RDWR)
+                if self._left or len(self._there) > MOST_STRANGERS:
+                    self._shut(self._there.pop(0))
             try:
                 yield
             finally:
                 with self._lock:
                     self._there = [other for other in self._there if other is not own]
+
+    def leave(self) -> None:
+        """Nobody is spoken to any more: those who are there may knock again."""
+        with self._lock:
+            self._left = True
+            for own in self._there:
+                self._shut(own)
+
+    def _shut(self, own: socket.socket) -> None:
+        with suppress(OSError):
+            own.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse_all(coming: queue.SimpleQueue[ComingHost]) -> None:
+    """Who has shown who they are while another host was taken in."""
+    with suppress(queue.Empty):
+        while True:
+            host = coming.get_nowait()
+            with suppress(HostGone):
+                host.refuse("another host has come first", again=True)
 
 
 def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> HostLine:
@@ -124,7 +145,10 @@ def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> H
     def greet(connection: socket.socket) -> None:
         try:
             with strangers.among(connection):
-                coming.put(greeted(connection, order.security, order.identity))
+                host = greeted(connection, order.security, order.identity)
+            coming.put(host)  # no stranger any more
+            if done.is_set():
+                _refuse_all(coming)
         except (HostRefused, HostGone, OSError, ValueError) as error:  # a certificate's key that has a password now
             log.warning("a host is not taken in: %s", error)
 
@@ -150,6 +174,8 @@ def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> H
             if word.refused is None:
                 done.set()
                 accepting.join()
+                strangers.leave()
+                _refuse_all(coming)
                 return host.take()
             host.refuse(word.refused, again=True)
         except HostGone as gone:
@@ -306,8 +332,8 @@ class HostBridge:
         facts, until = {"layer": layer, "rows": rows, "results": count}, time.monotonic() + self.deadline
         self._line.send("rows", facts, self.deadline, [bytes_of(received.counts), *parts])
         if count:
-            word = self._line.answer("results", until - time.monotonic())
-            self._line.bytes_into(word, bytes_of(results), until - time.monotonic())
+            word = self._line.answer("results", max(LEAST_SECONDS, until - time.monotonic()))
+            self._line.bytes_into(word, bytes_of(results), max(LEAST_SECONDS, until - time.monotonic()))
         exchange.begin_combine(results)
         exchange.finish_combine(torch.empty(0, shape.top_k))
 

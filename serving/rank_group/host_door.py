@@ -62,8 +62,8 @@ class ComingHost:
 
     def take(self) -> HostLine:
         """Raises HostGone."""
+        self.line.trusted = True  # before it answers
         self.line.send("taken", {"proof": self.proof}, HANDSHAKE_SECONDS)
-        self.line.trusted = True
         return self.line
 
     def refuse(self, reason: str, *, again: bool) -> None:

@@ -20,8 +20,7 @@ MOST_STRANGERS_BYTES = 1 << 14  # of the words of somebody who has not shown yet
 MOST_WORD_BYTES = 64 << 20  # placements of many layers
 MOST_SECONDS = 24 * 3600.0
 TOGETHER = 1 << 16  # bytes that are copied to leave in one piece
-# Of a peer whose host is gone: 15 s, also where it was being sent something.
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # of a peer whose host is gone: 15 s
 MOST_SHOWN = 80  # characters of what somebody sends that a log has
 
 
@@ -107,7 +106,8 @@ class HostLine:
         """The next word, of this kind. Raises HostGone, with what the other says of its end."""
         word = self.hear(seconds)
         if word.kind == "lost":
-            raise HostGone(f"{self.where}: {word.text('reason')}")
+            reason = word.text("reason")
+            raise HostGone(f"{self.where}: {reason if self.trusted else _shown(reason)}")
         if word.kind != kind:
             raise HostGone(f"{self.where} says {_shown(word.kind)} where {kind!r} is awaited")
         return word
