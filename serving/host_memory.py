@@ -7,14 +7,24 @@ What is read in full at every step, weights and KV, lies so in few pages, and th
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
+import os
+import sys
 import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE  # bytes; each piece begins a page, so that it can be pinned by itself
 LEAST_HUGE = 4 << 20  # bytes of a mapping that asks for huge pages: of a smaller one they would waste too much
+HUGE_PAGE = 2 << 20  # bytes, where the system does not tell
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: https://man7.org/linux/man-pages/man2/madvise.2.html
 
 
 class HostMemory:
@@ -41,6 +51,34 @@ class HostMemory:
                 self._rest = _mapped(self.step)
             piece, self._rest = self._rest[:count], self._rest[room:]
         return piece
+
+
+def populate(address: int, count: int) -> None:
+    """Have the kernel find pages for these bytes, and clear them, as if each were written; their content stays.
+
+    So it is safe beside others that read and write there. Python's lock is not held. Raises OSError where the system
+    cannot (Linux before 5.14, and others), or has no more memory.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    first = address // PAGE * PAGE
+    if _madvise()(ctypes.c_void_p(first), ctypes.c_size_t(address + count - first), _POPULATE_WRITE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _madvise() -> Callable[..., Any]:
+    return ctypes.CDLL(None, use_errno=True).madvise  # which gives up Python's lock for each call
+
+
+@cache
+def huge_page() -> int:
+    """Bytes of a huge page."""
+    try:
+        return int(Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return HUGE_PAGE
 
 
 def _mapped(count: int) -> Tensor:

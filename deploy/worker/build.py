@@ -40,6 +40,7 @@ from kvcache.blocks.offload import OffloadManager, plan_host
 from kvcache.connector.connector import PoolConnector, pool_client, write_back_to
 from kvcache.connector.fetch_cost import FetchCost
 from kvcache.memory.device import DeviceKV, blocks_in, token_bytes
+from kvcache.memory.early_pages import EarlyPages
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
 from kvcache.pool.links import PoolLink
@@ -164,6 +165,14 @@ def build_worker(
     )
     worker = assemble(identity, config, locations, parts, links)
     lead_ranks(worker, model)
+    return _with_early_pages(worker)
+
+
+def _with_early_pages(worker: Worker) -> Worker:
+    """The worker, which has some for its KV where that lies in host memory."""
+    planes = [plane for layer in worker.context.locations.device.planes for plane in layer]
+    if planes[0].device.type == "cpu":
+        worker.early_pages = EarlyPages(planes, lambda: worker.idle)
     return worker
 
 

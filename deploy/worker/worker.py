@@ -16,8 +16,10 @@ from decode.worker import DecodeWorker, RouterSession
 from deploy.worker.step_costs import StepCostKeeper
 from kvcache.blocks.events import KVEventLog
 from kvcache.connector.connector import PoolConnector
+from kvcache.memory.early_pages import EarlyPages
 from kvcache.worker_context import WorkerContext
 from prefill.worker import PrefillWorker
+from serving.background import BackgroundTasks
 from serving.engine.sequence import SequenceState
 from serving.errors import InvalidRequest, MillraceError, WorkerLost
 from serving.links import Deliver
@@ -56,7 +58,9 @@ class Worker:
         self.costs = costs
         self.connector = connector
         self.rank_counters: Callable[[], Mapping[str, float]] = dict  # running totals of its ranks, by metric
+        self.early_pages: EarlyPages | None = None  # of its KV
         self.restarts: Counter[str] = Counter()  # of background tasks that broke, by name
+        self._background = BackgroundTasks(self.restarts)
         self.flips = 0  # of its process, until now
         self.crashed = asyncio.Event()  # the engine has died: the process must leave
 
@@ -83,6 +87,8 @@ class Worker:
         if self.connector is not None:
             self.connector.start(self.restarts)
         self.costs.start(self.restarts)
+        if self.early_pages is not None:
+            self._background.start("kv-pages", self.early_pages.run)
 
     async def drain(self, seconds: float) -> None:
         """Take no new work, finish or hand back what there is, and see all KV handed over."""
@@ -96,12 +102,18 @@ class Worker:
         """True if it holds no request."""
         return not any(side.sequences() for side in self._sides())
 
+    @property
+    def idle(self) -> bool:
+        """True if nobody waits for it, and somebody may come."""
+        return self.drained and not self.draining
+
     def resume(self) -> None:
         """It goes on after a drain."""
         for side in self._sides():
             side.draining = False
 
     async def stop(self) -> None:
+        await self._background.stop()
         if self.connector is not None:
             await self.connector.stop()
         await self.loop.stop()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from serving.host_memory import LEAST_HUGE, PAGE, HostMemory
+from serving import host_memory
+from serving.host_memory import LEAST_HUGE, PAGE, HostMemory, populate
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -67,3 +70,64 @@ def test_a_mapping_is_given_back_once_no_piece_is_used() -> None:
     assert flags_at(at) is not None and second.sum() == 0
     del second
     assert flags_at(at) is None
+
+
+# ---- pages before they are written ---------------------------------------------------------------------------------
+
+
+def resident(address: int, count: int) -> bool:
+    """True if all of these bytes have pages."""
+    first = address // PAGE * PAGE
+    pages = (ctypes.c_ubyte * (-(-(address + count - first) // PAGE)))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(address + count - first), pages) == 0
+    return all(page & 1 for page in pages)
+
+
+def can_populate() -> bool:
+    piece = HostMemory(PAGE).take(1)
+    try:
+        populate(piece.data_ptr(), 1)
+    except OSError:
+        return False
+    return True
+
+
+needs_populating = pytest.mark.skipif(not can_populate(), reason="a kernel without MADV_POPULATE_WRITE")
+
+
+@needs_populating
+def test_memory_has_pages_and_keeps_what_it_holds() -> None:
+    piece = HostMemory(64 * PAGE).take(64 * PAGE)  # too little for huge pages
+    piece[20 * PAGE + 5] = 9
+    assert not resident(piece.data_ptr() + 9 * PAGE, PAGE)
+    populate(piece.data_ptr() + 10 * PAGE + 100, 20 * PAGE)
+    assert resident(piece.data_ptr() + 10 * PAGE, 21 * PAGE), "pages that are named in part as well"
+    assert not resident(piece.data_ptr() + 9 * PAGE, PAGE) and not resident(piece.data_ptr() + 31 * PAGE, PAGE)
+    assert piece[20 * PAGE + 5] == 9 and piece.count_nonzero() == 1
+
+
+@needs_populating
+def test_what_others_write_meanwhile_stays() -> None:
+    piece = HostMemory(64 * LEAST_HUGE).take(64 * LEAST_HUGE)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(piece.fill_, 3)
+        for first in range(0, len(piece), LEAST_HUGE):
+            populate(piece.data_ptr() + first, LEAST_HUGE)
+        writing.result()
+    assert (piece == 3).all()
+
+
+def test_a_kernel_that_cannot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = HostMemory(PAGE).take(PAGE)
+    monkeypatch.setattr(host_memory, "_POPULATE_WRITE", 99)  # as unknown to this kernel as 23 to one before 5.14
+    with pytest.raises(OSError, match="Invalid argument" if sys.platform == "linux" else ""):
+        populate(piece.data_ptr(), PAGE)
+    monkeypatch.setattr(sys, "platform", "darwin")  # whose madvise may mean something else by the same number
+    with pytest.raises(OSError, match="not implemented"):
+        populate(piece.data_ptr(), PAGE)
+
+
+@needs_populating
+def test_memory_that_is_not_there_is_refused() -> None:
+    with pytest.raises(OSError, match="allocate memory"):
+        populate(1 << 46, PAGE)
