@@ -56,6 +56,7 @@ class DirectLeases:
                 size = self.fetcher.kv.block_size
                 if not lease.leave_to_pool(range(arrival.first * size, arrival.last * size)):
                     return 0
+                self.fetcher.kv.settle(lease.seq)
                 fetch = self._fetches[fence.lease] = self.fetcher.begin(arrival)
                 over.pop_all()
                 fetch.task.add_done_callback(lambda _: _ended(phase, fetch))

@@ -16,10 +16,10 @@ from decode.deadlines import Deadlines
 from decode.direct import DirectLeases
 from decode.lease_events import LeaseEvents, untold
 from decode.leases import Lease, LeaseTable
+from decode.room import DecodeRoom
 from decode.scheduler import DecodeScheduler
 from decode.tpot_bound import LeaseBound, Unbound
 from decode.traces import DecodeTraces
-from decode.turns import RouterTurns
 from kvcache.connector.direct_fetch import DirectFetcher
 from kvcache.handoff.chunk import Chunk, Commit, packed, split, verify, verify_commit
 from kvcache.handoff.local import LOCAL
@@ -30,13 +30,11 @@ from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
 from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState, of_crash
-from serving.errors import DeadlineExceeded, Draining, MillraceError, NoRoom, Retryable, StaleLease
+from serving.errors import DeadlineExceeded, Draining, MillraceError, Preempted, Retryable, StaleLease
 from serving.links import Deliver, LeaseEvent
 from serving.messages import LeaseGrant, LeaseId, LeaseOrder
 
 log = logging.getLogger(__name__)
-
-SEQUENCES = "sequences"  # of NoRoom: it holds as many leases as it may; without a code, KV blocks are wanting
 
 
 class DecodeWorker:
@@ -67,18 +65,15 @@ class DecodeWorker:
         self.scheduler = scheduler
         self.address = address
         self.lenders = lenders or MemoryLenders()
-        self.wanted = wanted
-        self.bound = bound or Unbound()
         self.table = LeaseTable(self.identity.instance, len(self.device_kv.specs))
+        self.room = DecodeRoom(context, self.table, bound or Unbound(), wanted, self._give_way)
         self.direct = DirectLeases(self.table, self.engine.lock, direct, context.identity.name)
         self.deadlines = Deadlines(self._expire)
-        self.turns = RouterTurns()
         self.traces = DecodeTraces(context.identity.name)
         self.sessions: dict[str, RouterSession] = {}
         self.draining = False
         self.receiving = 0  # handoffs in progress
         self.expired = 0  # leases ended because their deadline had passed
-        self.not_granted: Counter[str] = Counter()  # leases refused for want of room, by what was wanting
         self.refused: Counter[str] = Counter()  # KV chunks and commits refused, by reason
         self.mixed_pairs = 0  # handoffs refused because the sender was of another generation
         self.received: Counter[str] = Counter()  # bytes of KV taken in, by transport
@@ -100,30 +95,15 @@ class DecodeWorker:
         if self.draining:
             raise Draining(f"{self.identity.name} is draining")
         with self.engine.lock:
-            try:
-                seq = self._hold_new(order, session)
-            except NoRoom as error:
-                self.not_granted[error.code or "blocks"] += 1
-                if error.code in (None, SEQUENCES):
-                    self.turns.refused(session, self.engine.clock())
-                raise
+            seq = self.room.hold_new(order, session)
             try:
                 lease = self.table.open(order, session, seq)
             except BaseException:
                 self.kv.release(seq)
                 raise
-            self.turns.settled(session)
+            self.room.turns.settled(session)
             self.deadlines.watch(order.lease.lease, order.ends_in)
             return self._grant(lease)
-
-    def _hold_new(self, order: LeaseOrder, session: str) -> SequenceState:
-        held = self.sequences()
-        if len(held) >= self.engine.limits.max_num_seqs:
-            raise NoRoom(f"{self.identity.name} holds {len(held)} sequences, its limit", code=SEQUENCES)
-        self.bound.check(order, held, self.engine.clock())
-        if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), self.engine.clock()):
-            raise NoRoom(f"{self.identity.name} keeps its room for another router, which holds less", code="turn")
-        return self._hold(order, self.wanted())
 
     def advance(self, order: LeaseOrder, session: str) -> LeaseGrant:
         """Begin the session's lease anew for another prefill try. When it raises, the session holds it no more."""
@@ -144,7 +124,7 @@ class DecodeWorker:
             return self._grant(lease)
 
     def _begin_anew(self, order: LeaseOrder) -> Lease:
-        seq = self._hold(order)
+        seq = self.room.hold(order)
         try:
             return self.table.advance(order, seq)
         except BaseException:
@@ -158,7 +138,7 @@ class DecodeWorker:
             if lease is not None:
                 self.engine.end(lease.seq)
                 self.traces.end(lease_id, lease.seq)
-                self.bound.ended(lease.seq, self.engine.clock())
+                self.room.bound.ended(lease.seq, self.engine.clock())
                 self.direct.stop(lease_id)
         self.deadlines.forget(lease_id)
         self._note_idle()
@@ -171,12 +151,10 @@ class DecodeWorker:
             self.expired += 1
             self.deliver([SequenceOutput(lease.seq, error=DeadlineExceeded(DEADLINE_PASSED))])
 
-    def _hold(self, order: LeaseOrder, spare: int = 0) -> SequenceState:
-        if order.ends_in is not None and not order.ends_in > 0.0:
-            raise DeadlineExceeded(DEADLINE_PASSED)
-        seq = self.context.sequence(order, stays=True)
-        self.kv.open(seq, headroom=len(self.table.leases) + spare)
-        return seq
+    def _give_way(self, leases: Sequence[Lease]) -> None:
+        """Others get their room. Their routers look for another place for them."""
+        late = Preempted("its first token was late, and others got its room")
+        self.deliver([SequenceOutput(lease.seq, error=late) for lease in leases])
 
     def _grant(self, lease: Lease) -> LeaseGrant:
         return LeaseGrant(
@@ -226,6 +204,7 @@ class DecodeWorker:
         with self.engine.lock:
             lease = self.table.check(chunk.lease)
             lease.accept(chunk.first_layer, chunk.last_layer, chunk.start, chunk.end)
+            self.kv.settle(lease.seq)
             locations = self.context.locations.arriving(lease.seq, chunk.start, chunk.end)
             kept = self.kv.keep(lease.seq, chunk.start, chunk.end)
         written = False
@@ -355,10 +334,10 @@ class DecodeWorker:
             "kv_chunks_refused": refused,
             "kv_received_bytes": self.received,
             "kv_handoffs": self.handoffs,
-            "leases_refused": self.not_granted,
+            "leases_refused": self.room.not_granted,
         }
         labelled = {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
-        return labelled | {"mixed_pairs": float(self.mixed_pairs)}
+        return labelled | {"mixed_pairs": float(self.mixed_pairs), "leases_gave_way": float(self.room.gave_way)}
 
     def orphans(self) -> int:
         """Leases whose session is gone; 0 unless something leaked."""
@@ -391,6 +370,6 @@ class RouterSession:
     async def close(self) -> None:
         """End every lease of the session."""
         self.worker.sessions.pop(self.name, None)
-        self.worker.turns.settled(self.name)
+        self.worker.room.turns.settled(self.name)
         for lease in self.worker.table.of(self.name):
             self.worker.end(lease.fence.lease)

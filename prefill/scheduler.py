@@ -49,7 +49,7 @@ class PrefillScheduler:
     def wanted_blocks(self) -> int:
         """Blocks for the first prompt that holds none yet: those which come free next are for it."""
         for seq in self.queue:
-            if not seq.blocks:
+            if not seq.opened:
                 return self.kv.least_blocks(seq)
         return 0
 
@@ -62,7 +62,7 @@ class PrefillScheduler:
         for seq in self.queue:
             if plan.tokens < 1 or plan.seqs < 1:
                 return
-            if seq.incoming.arrival is not None or (full and not seq.blocks):
+            if seq.incoming.arrival is not None or (full and not seq.opened):
                 continue  # the first prompt that waits for blocks gets the next ones freed
             if self.chunks.most(seq, plan) < 1:
                 if self.chunks.passed(seq):
@@ -88,7 +88,7 @@ class PrefillScheduler:
         full = False
         self.order.sort(self.queue, plan.tokens, plan.work, now)
         for seq in self.queue if plan.tokens and plan.seqs else ():
-            if seq.incoming.arrival is not None or (full and not seq.blocks) or _waits(seq, plan.tokens):
+            if seq.incoming.arrival is not None or (full and not seq.opened) or _waits(seq, plan.tokens):
                 continue
             if self._start(seq, now):
                 return False
@@ -120,6 +120,7 @@ class PrefillScheduler:
         """Called with one token to go, the one just drawn, once the prompt is computed."""
         if seq.uncomputed == 1 and len(seq.tokens) > seq.start:
             self.queue.remove(seq)
+            self.kv.refresh(self.queue)
             if seq.stays:
                 assert self.then is not None, "a sequence that stays needs a decode scheduler"
                 self.then(seq)

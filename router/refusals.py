@@ -64,8 +64,9 @@ def check_hope(predicted: Prediction, left: float | None, state: RequestState) -
         return
     alone = predicted.ttft * predicted.prefill / max(1e-9, predicted.queue + predicted.prefill)
     spare, whole = 1.0 + JITTER * (state.salt % 1000 / 500 - 1.0), left if objective is None else objective
+    rest = f"{left:.2g} s are left of ttft_slo_ms" if left > 0.0 else "ttft_slo_ms is over"
     raise Overloaded(
-        f"the first token would come after about {predicted.ttft:.2g} s, {left:.2g} s are left of ttft_slo_ms",
+        f"the first token would come after about {predicted.ttft:.2g} s, {rest}",
         code="slo",
         retry_after=min(LONGEST_RETRY, max(MIN_RETRY, (predicted.ttft - whole) * spare)) if alone <= whole else None,
     )

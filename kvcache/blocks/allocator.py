@@ -8,6 +8,9 @@ A block is in exactly one of three places:
     cached   no sequence refers to it, but its key is known: a later sequence may take it, or eviction may
     held     one or more sequences refer to it
 
+Blocks can be reserved for a sequence that needs them later: until it takes them they stay free or cached, but nobody
+else gets so many that they would be wanting.
+
 What is kept of a block is small, since a simulated cluster has millions: the order of eviction is a queue that blocks
 join whenever they become cached, and where all but the last entry of a block are passed over.
 """
@@ -46,6 +49,7 @@ class BlockAllocator:
         self._events = events
         self._free = list(_numbers(num_blocks))  # a stack: low ids first
         self._cached = 0  # blocks
+        self.reserved = 0  # blocks, of those that are free or cached
         self._released: deque[int] = deque()  # those cached, least recently released first, and entries passed over
         self._entries = array("I", bytes(4 * num_blocks))  # of each block in there
         self._references = [0] * num_blocks
@@ -56,10 +60,11 @@ class BlockAllocator:
     @property
     def available(self) -> int:
         """Blocks an `allocate` could hand out now."""
-        return len(self._free) + self._cached
+        return len(self._free) + self._cached - self.reserved
 
     @property
     def held(self) -> int:
+        """Blocks that are held or reserved."""
         return self.num_blocks - self.available
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
@@ -71,6 +76,14 @@ class BlockAllocator:
                 break
             found.append(block)
         return found
+
+    def holds(self, key: bytes) -> bool:
+        """True if a block of this key could be matched."""
+        return key in self._block_of
+
+    def cached_among(self, blocks: Iterable[int]) -> int:
+        """How many of these matched or held blocks no sequence refers to."""
+        return sum([not self._references[block] for block in blocks])
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these matched or held blocks."""
@@ -85,8 +98,29 @@ class BlockAllocator:
 
         Raises NoRoom, taking none, where `headroom` blocks would not stay available.
         """
+        self._check_room(count, headroom)
+        return self._take(count)
+
+    def reserve(self, count: int, *, headroom: int = 0) -> None:
+        """See that `count` blocks can be had later (`allocate_reserved`), evicting nothing yet. Raises NoRoom."""
+        self._check_room(count, headroom)
+        self.reserved += count
+
+    def allocate_reserved(self, count: int) -> list[int]:
+        """Take blocks that are reserved, as `allocate`."""
+        self.cancel_reserved(count)
+        return self._take(count)
+
+    def cancel_reserved(self, count: int) -> None:
+        """So many of the reserved blocks are not needed."""
+        assert 0 <= count <= self.reserved, f"{count} blocks of {self.reserved} reserved ones"
+        self.reserved -= count
+
+    def _check_room(self, count: int, headroom: int) -> None:
         if count + headroom > self.available:
             raise NoRoom(f"{count} KV blocks and {headroom} spare asked for, {self.available} available")
+
+    def _take(self, count: int) -> list[int]:
         free = self._free
         first = max(0, len(free) - count)
         blocks = free[: first - 1 : -1] if first else free[::-1]
@@ -165,6 +199,9 @@ class BlockAllocator:
         assert len(free) == len(self._free), "a block is free twice"
         cached = {block for block in self._released if not self._references[block]}
         assert len(cached) == self._cached, f"{len(cached)} blocks are cached, {self._cached} counted"
+        assert 0 <= self.reserved <= len(free) + len(cached), (
+            f"{self.reserved} blocks are reserved, which are not there"
+        )
         for block in range(self.num_blocks):
             places = (block in free) + (block in cached) + (self._references[block] > 0)
             assert places == 1, f"block {block} is in {places} places"

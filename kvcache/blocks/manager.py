@@ -75,13 +75,14 @@ class KVCacheManager:
         plan = self.host.plan
         return max(plan.least_resident, blocks - plan.extents * plan.extent_blocks)
 
-    def open(self, seq: SequenceState, *, headroom: int = 0) -> None:
+    def open(self, seq: SequenceState, *, headroom: int = 0, waits: bool = False) -> None:
         """Hold blocks for all of `seq.tokens` and one more, reusing the longest cached prefix.
 
         At least one token is left to compute, so that there are logits to sample from. `headroom` blocks must stay
-        available beyond what is taken. Raises NoRoom and takes nothing when they do not.
+        available beyond what is taken. Raises NoRoom and takes nothing when they do not. Of a sequence that `waits` for
+        its turn the blocks to be written are reserved, and those cached in them are kept, until `begin` or `settle`.
         """
-        assert not seq.blocks and seq.computed == 0
+        assert not seq.opened and seq.computed == 0
         if self.host is not None and self.is_too_long(seq):
             host = self.host
             self._pressing(lambda: host.open(seq, self.allocator, headroom=headroom))
@@ -90,20 +91,47 @@ class KVCacheManager:
         needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
         self.allocator.acquire(matched)
         try:
-            fresh = self._pressing(lambda: self.allocator.allocate(needed, headroom=headroom))
+            self._pressing(lambda: self.allocator.reserve(needed, headroom=headroom))
         except NoRoom:
             self.allocator.release(matched)
             raise
-        seq.blocks = [*matched, *fresh]
+        seq.blocks, seq.reserved = matched, needed
+        if not waits:
+            self.settle(seq)
         self._count_reuse(seq, len(matched))
         self.queries += len(seq.tokens)
 
     def begin(self, seq: SequenceState) -> None:
-        """Before the first chunk of a waiting sequence: `open`, or `rematch` for one that is. Raises NoRoom."""
-        if seq.blocks:
+        """Before the first chunk of a waiting sequence: `open`, or `rematch` for one that is. Raises NoRoom.
+
+        It has all its blocks from then on.
+        """
+        if seq.opened:
             self.rematch(seq)
+            self.settle(seq)
         else:
             self.open(seq)
+
+    def refresh(self, waiting: Iterable[SequenceState]) -> None:
+        """`rematch` those of these that wait with blocks reserved, where others have filled some of them."""
+        for seq in waiting:
+            known, keys = seq.computed // self.block_size, seq.prefix.keys
+            if seq.reserved and known < len(keys) and self.allocator.holds(keys[known]):
+                self.rematch(seq)
+
+    def lacking(self, seq: SequenceState, *, headroom: int = 0) -> int:
+        """How many blocks too few are available to `open` the sequence; of one for the host too, none are counted."""
+        if self.host is not None and self.is_too_long(seq):
+            return 0
+        matched = self._match(seq)
+        needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
+        return max(0, needed + headroom - self.allocator.available + self.allocator.cached_among(matched))
+
+    def settle(self, seq: SequenceState) -> None:
+        """Take the blocks that are reserved for the sequence: they are about to be written."""
+        if seq.reserved:
+            seq.blocks = [*seq.blocks, *self.allocator.allocate_reserved(seq.reserved)]
+            seq.reserved = 0
 
     def rematch(self, seq: SequenceState) -> None:
         """Before the first chunk of a waiting sequence: take up prefix blocks that others have filled meanwhile."""
@@ -114,7 +142,11 @@ class KVCacheManager:
         if len(matched) <= known:
             return
         self.allocator.acquire(matched[known:])
-        self.allocator.release(seq.blocks[known : len(matched)])
+        replaced = seq.blocks[known : len(matched)]
+        self.allocator.release(replaced)
+        spared = len(matched) - known - len(replaced)
+        self.allocator.cancel_reserved(spared)
+        seq.reserved -= spared
         seq.blocks[known : len(matched)] = matched[known:]
         self._count_reuse(seq, len(matched))
 
@@ -178,6 +210,8 @@ class KVCacheManager:
     def release(self, seq: SequenceState) -> None:
         """Give all blocks back. Safe to call twice."""
         blocks, seq.blocks = seq.blocks, []
+        self.allocator.cancel_reserved(seq.reserved)
+        seq.reserved = 0
         seq.computed = seq.prefix.published = 0
         self.allocator.release(blocks)
         if self.host is not None:
@@ -212,9 +246,13 @@ class KVCacheManager:
             self.host.extents.release(kept.extents)
 
     def unaccounted(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
-        """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked."""
-        kept = [one.blocks for one in self.kept]
-        return self.allocator.check([*(seq.blocks for seq in sequences), *kept, list(others)])
+        """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked.
+
+        Reserved blocks are counted likewise.
+        """
+        sequences, kept = list(sequences), [one.blocks for one in self.kept]
+        leaked = self.allocator.check([*(seq.blocks for seq in sequences), *kept, list(others)])
+        return leaked + abs(self.allocator.reserved - sum(seq.reserved for seq in sequences))
 
     def unaccounted_on_host(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
         """The same of host memory."""

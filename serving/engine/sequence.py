@@ -110,8 +110,8 @@ class PrefillState:
 class SequenceState:
     """See the module's legend. `stays` says whether decoding goes on in this worker after prefill.
 
-    `blocks` and `offload` belong to the KV manager, `penalties`, `grammar` and `pooled` to the model runner, `proposed`
-    to what drafts for it; parts of other owners are objects of their own.
+    `blocks`, `reserved` and `offload` belong to the KV manager, `penalties`, `grammar` and `pooled` to the model
+    runner, `proposed` to what drafts for it; parts of other owners are objects of their own.
     """
 
     order: LeaseOrder
@@ -133,6 +133,7 @@ class SequenceState:
     ended: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    reserved: int = 0  # blocks that it is sure to get once it is computed, beside `blocks`
     offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
     penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time, as `grammar`
     grammar: GrammarState | None = None
@@ -172,6 +173,11 @@ class SequenceState:
     def may_draw(self) -> bool:
         """False while its grammar is being compiled: a step that drew for it would wait, and all others with it."""
         return self.grammar is None or self.grammar.ready
+
+    @property
+    def opened(self) -> bool:
+        """True once it has its blocks, or some are reserved for it."""
+        return bool(self.blocks) or self.reserved > 0
 
     @property
     def held_blocks(self) -> int:

@@ -48,10 +48,11 @@ def chunk(fence: LeaseId, layers: Sequence[int] = (0, 1)) -> Any:
 async def test_a_lease_that_ends_while_a_chunk_is_written(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     session = await worker.session()
     grant = await worker.lease(session, PROMPT)
-    blocks = list(worker.decode.table.check(grant.lease).seq.blocks)
-    held: list[int] = []
+    seq = worker.decode.table.check(grant.lease).seq
+    blocks, held = list[int](), list[int]()
 
     def end() -> None:
+        blocks.extend(seq.blocks)
         worker.decode.end("r/1")
         held.append(worker.kv.allocator.held)
         assert worker.kv.unaccounted([]) == 0, "what is kept is no leak"
@@ -67,17 +68,23 @@ async def test_one_that_begins_anew_meanwhile_gets_other_blocks(
 ) -> None:
     session = await worker.session()
     grant = await worker.lease(session, PROMPT)
-    before = set(worker.decode.table.check(grant.lease).seq.blocks)
+    first = worker.decode.table.check(grant.lease).seq
+    before, after = set[int](), set[int]()
     again = LeaseId(lease="r/1", epoch=grant.lease.epoch + 1, instance=grant.lease.instance)
-    meanwhile(
-        worker,
-        monkeypatch,
-        lambda: worker.decode.advance(make_order(PROMPT, lease=again, request_id="r"), session.name),
-    )
+
+    def begin_anew() -> None:
+        before.update(first.blocks)
+        worker.decode.advance(make_order(PROMPT, lease=again, request_id="r"), session.name)
+        seq = worker.decode.table.check(again).seq
+        worker.kv.settle(seq)
+        after.update(seq.blocks)
+
+    meanwhile(worker, monkeypatch, begin_anew)
     with pytest.raises(StaleLease):
         await worker.decode.receive(chunk(grant.lease))
     lease = worker.decode.table.check(again)
-    assert not before & set(lease.seq.blocks) and lease.filled == [0, 0] and not lease.arriving
+    assert len(before) == len(after) == 3 and not before & after
+    assert lease.filled == [0, 0] and not lease.arriving
 
 
 async def test_a_chunk_that_comes_twice_at_once_is_taken_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

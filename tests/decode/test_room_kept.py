@@ -145,7 +145,7 @@ def test_who_is_kept_out_waits_in_proportion_to_what_it_asks_for() -> None:
 
 async def test_a_worker_tells_what_leases_took_and_not_what_it_refused() -> None:
     worker = Worker(Role.DECODE, blocks=8)
-    worker.decode.bound = bound = bound_of()
+    worker.decode.room.bound = bound = bound_of()
     session, slo = await worker.session(), Slo(tpot_ms=25.0)
     await worker.lease(session, [1] * 20, "r/0")
     with pytest.raises(NoRoom, match="blocks"):

@@ -186,7 +186,7 @@ def test_whoever_is_admitted_leaves_every_objective_that_can_be_met(
 
 async def test_a_worker_counts_whom_it_refuses_and_takes_them_once_there_is_room() -> None:
     worker = Worker(Role.DECODE)
-    worker.decode.bound = TpotBound(lambda: COST, share=1.0)
+    worker.decode.room.bound = TpotBound(lambda: COST, share=1.0)
     session = await worker.session()
     await worker.lease(session, [1], "r/0", slo=Slo(tpot_ms=14.5))
     await worker.lease(session, [1], "r/1")

@@ -231,7 +231,7 @@ class Shared:
             assert router.leftover() == {}
         for worker in self.workers.values():
             assert worker.idle(), worker.worker.audit_now()
-            self.refused += sum(worker.decode.not_granted.values())
+            self.refused += sum(worker.decode.room.not_granted.values())
 
     async def close(self) -> None:
         for router in self.routers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -26,20 +27,50 @@ class PoolMachine(RuleBasedStateMachine):
         self.key_of: dict[int, bytes] = {}
         self.cached: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.reserved = 0
 
     def held(self) -> set[int]:
         return {block for table in self.tables for block in table}
 
+    @property
+    def available(self) -> int:
+        return self.allocator.num_blocks - len(self.held()) - self.reserved
+
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
-        available = self.allocator.num_blocks - len(self.held())
-        if count > available:
+        if count > self.available:
             with pytest.raises(NoRoom):
                 self.allocator.allocate(count)
             return  # the invariants show that nothing was taken
-        free = available - len(self.cached)
+        self.take(count, self.allocator.allocate)
+
+    @rule(count=st.integers(0, 8), headroom=st.integers(0, 2))
+    def reserve(self, count: int, headroom: int) -> None:
+        if count + headroom > self.available:
+            with pytest.raises(NoRoom):
+                self.allocator.reserve(count, headroom=headroom)
+            return
+        self.allocator.reserve(count, headroom=headroom)
+        self.reserved += count
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def allocate_reserved(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, self.reserved))
+        self.reserved -= count
+        self.take(count, self.allocator.allocate_reserved)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def cancel_reserved(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, self.reserved))
+        self.reserved -= count
+        self.allocator.cancel_reserved(count)
+
+    def take(self, count: int, how: Callable[[int], list[int]]) -> None:
+        free = self.allocator.num_blocks - len(self.held()) - len(self.cached)
         evicted = [self.cached.popitem(last=False)[0] for _ in range(count - free)]
-        taken = self.allocator.allocate(count)
+        taken = how(count)
         assert len(set(taken)) == count and not set(taken) & self.held()
         assert not set(taken) & set(self.cached), "a block was evicted before its turn, or while others were free"
         assert set(evicted) <= set(taken)
@@ -58,6 +89,10 @@ class PoolMachine(RuleBasedStateMachine):
             expected.append(by_key[key])
         found = self.allocator.match(keys)
         assert found == expected
+        unused = sum(block not in self.held() for block in found)
+        assert self.allocator.cached_among(found) == unused
+        if unused > self.available:
+            return  # who takes up a prefix needs no more blocks than before
         self.allocator.acquire(found)
         for block in found:
             self.cached.pop(block, None)
@@ -83,12 +118,13 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.allocator.check(self.tables) == 0
-        assert self.allocator.held == len(self.held())
-        assert self.allocator.available == self.allocator.num_blocks - len(self.held())
+        assert self.allocator.held == len(self.held()) + self.reserved
+        assert self.allocator.available == self.available
         assert self.allocator.evictions == self.evictions
         for key in KEYS:
             expected = [block for block, known in self.key_of.items() if known == key]
             assert self.allocator.match([key]) == expected
+            assert self.allocator.holds(key) is bool(expected)
 
 
 TestPool = PoolMachine.TestCase

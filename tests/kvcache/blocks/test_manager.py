@@ -34,17 +34,27 @@ class ManagerMachine(RuleBasedStateMachine):
     def held(self) -> int:
         return self.kv.allocator.held
 
-    @rule(prompt=PROMPT, tenant=st.sampled_from(["", "other"]), headroom=st.integers(0, 3), probed=st.booleans())
-    def open(self, prompt: list[int], tenant: str, headroom: int, probed: bool) -> None:
+    @rule(
+        prompt=PROMPT,
+        tenant=st.sampled_from(["", "other"]),
+        headroom=st.integers(0, 3),
+        probed=st.booleans(),
+        waits=st.booleans(),
+    )
+    def open(self, prompt: list[int], tenant: str, headroom: int, probed: bool, waits: bool) -> None:
         seq = make_sequence(self.kv, prompt, tenant=tenant, prompt_logprobs=0 if probed else None)
-        before, hits = self.held(), self.kv.hits
+        before, hits, evictions = self.held(), self.kv.hits, self.kv.allocator.evictions
+        lacking = self.kv.lacking(seq, headroom=headroom)
         try:
-            self.kv.open(seq, headroom=headroom)
+            self.kv.open(seq, headroom=headroom, waits=waits)
         except NoRoom:
-            assert seq.blocks == [] and seq.computed == 0 and self.held() == before and self.kv.hits == hits
+            assert not seq.opened and seq.computed == 0 and self.held() == before and self.kv.hits == hits
+            assert lacking == self.kv.lacking(seq, headroom=headroom) > 0
             return
-        assert self.kv.allocator.available >= headroom
-        assert len(seq.blocks) == self.kv.blocks_for(len(seq.tokens) + 1)
+        assert lacking == 0 and self.kv.allocator.available >= headroom
+        assert len(seq.blocks) + seq.reserved == self.kv.blocks_for(len(seq.tokens) + 1)
+        assert seq.opened and (seq.reserved > 0) is waits
+        assert not waits or self.kv.allocator.evictions == evictions, "what only waits evicts nothing"
         assert seq.uncomputed >= 1, "nothing would be left to draw a token from"
         assert seq.cached == seq.computed == self.kv.hits - hits
         assert not probed or seq.computed == 0, "prompt log-probabilities need every token computed"
@@ -61,10 +71,23 @@ class ManagerMachine(RuleBasedStateMachine):
             self.kv.rematch(seq)
             assert seq.computed >= before and seq.uncomputed >= 1
 
+    @rule()
+    def refresh(self) -> None:
+        """As good as to rematch each one that waits."""
+        self.kv.refresh(self.sequences)
+        for seq in self.sequences:
+            before = seq.computed
+            if seq.reserved:
+                self.kv.rematch(seq)
+                assert seq.computed == before
+
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), count=st.integers(1, 6))
     def compute(self, data: st.DataObject, count: int) -> None:
         seq = self.pick(data)
+        if seq.prefill.scheduled_at is None and seq.reserved:
+            self.kv.begin(seq)
+        assert not seq.reserved
         count = min(count, seq.uncomputed)
         seq.prefill.scheduled_at = 0.0
         for position in range(seq.computed, seq.computed + count):
@@ -108,13 +131,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_leaks(self) -> None:
         assert self.kv.unaccounted(self.sequences) == 0
-        assert self.held() == len({block for seq in self.sequences for block in seq.blocks})
+        held = {block for seq in self.sequences for block in seq.blocks}
+        assert self.held() == len(held) + sum(seq.reserved for seq in self.sequences)
         assert self.kv.hits <= self.kv.queries
 
     @invariant()
     def computed_tokens_are_what_the_blocks_hold(self) -> None:
         for seq in self.sequences:
-            assert seq.computed <= len(seq.tokens) <= len(seq.blocks) * self.size
+            assert seq.computed <= len(seq.tokens) <= (len(seq.blocks) + seq.reserved) * self.size
             for position in range(seq.computed):
                 slot = seq.blocks[position // self.size] * self.size + position % self.size
                 assert self.written[slot] == (seq.prefix.root, tuple(seq.tokens[: position + 1]))
@@ -176,6 +200,44 @@ def test_a_waiting_sequence_takes_up_what_was_computed_meanwhile() -> None:
     assert waiting.computed == waiting.cached == 8
     assert waiting.blocks == [*first.blocks[:2], *own[2:]]
     assert kv.unaccounted([waiting, first]) == 0 and kv.allocator.held == 4
+
+
+def test_a_queue_evicts_nothing_until_it_is_computed() -> None:
+    """Whatever waits: the prefixes that it will find are there when its turn comes."""
+    kv = KVCacheManager(BlockAllocator(12, 4), "model")
+    for text in (0, 100):
+        kv.release(computed(kv, list(range(text, text + 12))))
+    queue = [make_sequence(kv, [*range(text, text + 12), 1000]) for text in (200, 0, 100)]
+    kv.open(queue[0], waits=True)
+    for found in queue[1:]:
+        kv.open(found, waits=True)
+        assert found.computed == 12, "the first evicted nothing yet"
+    assert kv.allocator.evictions == 0 and kv.allocator.available == 0
+    kv.begin(queue[0])
+    assert len(queue[0].blocks) == 4 and not queue[0].reserved, "what was promised is there"
+    for seq in queue:
+        kv.release(seq)
+    assert kv.unaccounted([]) == 0 and kv.allocator.held == 0
+
+
+def test_sequences_that_wait_for_the_same_need_it_once() -> None:
+    kv = KVCacheManager(BlockAllocator(12, 4), "model")
+    first, *waiting = [make_sequence(kv, [*range(10), tail]) for tail in (97, 98, 99)]
+    for seq in (first, *waiting):
+        kv.open(seq, waits=True)
+    assert kv.allocator.available == 3
+    kv.begin(first)
+    first.computed = len(first.tokens)
+    kv.publish(first)
+    kv.refresh([first, *waiting])
+    assert [seq.computed for seq in waiting] == [8, 8] and kv.allocator.available == 7
+
+
+def test_a_reservation_that_is_lost_is_told() -> None:
+    kv = KVCacheManager(BlockAllocator(12, 4), "model")
+    seq = make_sequence(kv, list(range(10)))
+    kv.open(seq, waits=True)
+    assert kv.unaccounted([]) == 3 and kv.unaccounted([seq]) == 0
 
 
 def test_no_room_takes_nothing_and_keeps_what_was_cached() -> None:
