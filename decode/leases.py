@@ -106,12 +106,16 @@ class LeaseTable:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def open(self, order: LeaseOrder, session: str, seq: SequenceState) -> Lease:
-        """Enter a lease whose sequence holds its blocks. Raises StaleLease, InvalidRequest."""
+        """Enter a lease whose sequence holds its blocks. Raises as `check_new`."""
+        self.check_new(order)
+        return self._enter(order, session, seq)
+
+    def check_new(self, order: LeaseOrder) -> None:
+        """May this lease be opened? Raises StaleLease, InvalidRequest."""
         if order.lease.instance != self.instance:
             raise StaleLease("the lease is for another instance of this worker", code="instance")
         if order.lease.lease in self.leases:
             raise InvalidRequest(f"lease {order.lease.lease} is already open", param="lease")
-        return self._enter(order, session, seq)
 
     def _enter(self, order: LeaseOrder, session: str, seq: SequenceState) -> Lease:
         lease = Lease(order.lease, session, seq, [seq.computed] * self.layers)

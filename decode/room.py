@@ -59,14 +59,15 @@ class DecodeRoom:
         now, name = self.context.engine.clock(), self.context.identity.name
         held, leases = len(self.table.leases), self.table.leases.values()
         full = held >= self.context.engine.limits.max_num_seqs
-        if full and not giving_way(order, leases, 0, now):
+        late = giving_way(order, leases, 0, now) if full else []
+        if full and not late:
             raise NoRoom(f"{name} holds {held} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, [lease.seq for lease in leases], now)
         if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), now):
             raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
         seq = self.hold(order, self.wanted(), new=True)
         if full and len(leases) == held:
-            self._make_way(order, 0)
+            self._end(late)
         return seq
 
     def hold(self, order: LeaseOrder, spare: int = 0, *, new: bool = False) -> SequenceState:
@@ -86,7 +87,10 @@ class DecodeRoom:
     def _make_way(self, order: LeaseOrder, blocks: int) -> bool:
         """End leases that give way to the order, so that as many blocks come free; False if they would not do."""
         found = giving_way(order, self.table.leases.values(), blocks, self.context.engine.clock())
-        if found:
-            self.gave_way += len(found)
-            self.give_way(found)
+        self._end(found)
         return bool(found)
+
+    def _end(self, late: Sequence[Lease]) -> None:
+        if late:
+            self.gave_way += len(late)
+            self.give_way(late)

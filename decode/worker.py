@@ -95,6 +95,7 @@ class DecodeWorker:
         if self.draining:
             raise Draining(f"{self.identity.name} is draining")
         with self.engine.lock:
+            self.table.check_new(order)
             seq = self.room.hold_new(order, session)
             try:
                 lease = self.table.open(order, session, seq)

@@ -15,6 +15,7 @@ from math import inf
 from typing import Protocol
 
 from prefill.fairness import FairPrompts, of_several
+from serving.engine.ageing import level_of
 from serving.engine.plan import Work
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost
@@ -22,8 +23,6 @@ from serving.step_cost import StepCost
 Cost = Callable[[], StepCost | None]
 """The worker's fitted step cost; None, or one without samples, as long as it says nothing."""
 
-AGE = 30.0  # seconds of waiting that raise a prompt by STEP
-STEP = 100  # priorities: as many as lie between one service class and the next
 UNHURRIED = 10.0  # seconds after its arrival that a prompt without a TTFT objective is treated as due
 
 
@@ -107,17 +106,6 @@ class SlackOrder(PromptOrder):
         each, pair = cost.token + step / max(1, chunk), cost.pair
         left = [(len(seq.tokens) - seq.computed, seq.computed) for seq in queue]
         return [count * (each + pair * (start + count / 2)) for count, start in left]
-
-
-def level_of(seq: SequenceState, now: float) -> float:
-    """Its priority, raised by a class for each AGE that it has waited, first when it is due where that is later.
-
-    It may have come a moment after `now`.
-    """
-    since, due = seq.prefill.waiting_since, seq.objectives.due
-    if due < inf:
-        since = max(since, due - AGE)  # patience that it was given is no wait
-    return seq.objectives.priority - STEP * (max(0.0, now - since) // AGE)
 
 
 def due_of(seq: SequenceState) -> float:

@@ -176,7 +176,7 @@ class PrefillWorker:
         async with in_time, bringing:
             with self.engine.lock:
                 if seq.ended:
-                    raise WorkerLost("the lease ended before its prefill began")
+                    raise StaleLease("the lease ended before its prefill began", code="lease")
                 if not first.done():  # the engine may have died meanwhile
                     self.scheduler.add(seq)
             self.loop.wake(hurry=seq.incoming.arrival is None)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import Any
 
 from router.changes import Changes
@@ -35,6 +36,7 @@ class Claim:
     tokens: int
     kind: object = None
     service_class: str = ""  # for those who count what waits
+    charge: int | None = None  # tokens that its tenant is charged for the place; None: `tokens`
 
 
 class Ticket:
@@ -46,6 +48,7 @@ class Ticket:
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.looked: asyncio.Future[bool] | None = None  # done with True once the place was found
         self.round = -1  # of its last look
+        self.late = False  # as it was then
         self.overtaken = 0  # smaller claims of its kind that came later, and have found a place since it found none
         self.changes = -1  # that there had been when its last look began
 
@@ -69,7 +72,8 @@ class AdmissionQueue:
         self._count = 0
         self._numbers = count()
         self._round = 0
-        self._failed: dict[object, int] = {}  # in this round, by kind: the fewest tokens there was no place for
+        # In this round, by kind and whether it was late: the fewest tokens there was no place for.
+        self._failed: dict[tuple[object, bool], int] = {}
         self._passed: dict[Ticket, None] = {}  # those that have found no place, in order of their first look
         self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
         self._poked = False  # there is something new to look at
@@ -111,17 +115,23 @@ class AdmissionQueue:
         await ticket.turn
         ticket.turn = asyncio.get_running_loop().create_future()
 
-    def looked(self, ticket: Ticket, *, found: bool | None) -> None:
-        """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others."""
+    def looked(self, ticket: Ticket, *, found: bool | None, late: bool = False) -> None:
+        """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others.
+
+        One that is `late` finds no place where others do, who may be given that of late ones: it says nothing of them.
+        """
+        ticket.late = late
         if found:
             self._count_overtaken(ticket)
-            self.shares.charge(ticket.claim.tenant, ticket.claim.tokens)
+            charge = ticket.claim.charge
+            self.shares.charge(ticket.claim.tenant, ticket.claim.tokens if charge is None else charge)
             self._window = min(MOST_LOOKS, 2 * self._window)
         elif found is not None:
             self._passed[ticket] = None
             claim, self._window = ticket.claim, 1
             if not self._missed(ticket):
-                self._failed[claim.kind] = min(claim.tokens, self._failed.get(claim.kind, claim.tokens))
+                key = claim.kind, late
+                self._failed[key] = min(claim.tokens, self._failed.get(key, claim.tokens))
         if not found:
             self._look_again(ticket)
         if ticket.looked is not None and not ticket.looked.done():
@@ -223,18 +233,22 @@ class AdmissionQueue:
 
         A look comes after each that is made, so this is what waiting requests cost, and they may be thousands.
         """
-        now, failed = self._round, self._failed.get
+        now = self._round
         for priority in sorted(self._queues):
             tenants = self._queues[priority]
             for tenant in sorted(tenants, key=self.shares.served):
                 for ticket in tenants[tenant]:
                     if ticket.round == now:
                         continue
-                    claim = ticket.claim
-                    least = failed(claim.kind)
-                    if (least is None or claim.tokens < least) and ticket.idle:
+                    if ticket.claim.tokens < self._least_failed(ticket) and ticket.idle:
                         return ticket
         return None
+
+    def _least_failed(self, ticket: Ticket) -> float:
+        """The fewest tokens that keep it back: there was no place for as many in this round."""
+        kind, failed = ticket.claim.kind, self._failed
+        least = failed.get((kind, False), inf)
+        return min(least, failed.get((kind, True), inf)) if ticket.late else least
 
     async def _run(self) -> None:
         """Round after round, while requests wait: those that may look for a place, then wait for a change."""

@@ -6,13 +6,14 @@ Pure; what workers answered comes in. It opens nothing, and knows neither queues
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from router.candidate import Candidate
 from router.policy import Decision, Demand, FleetView
 from router.request_state import RequestState
-from serving.errors import NoRoom
+from serving.errors import MillraceError, NoRoom
 from serving.messages import TPOT_BINS_MS
 
 MOST_ASKED = 8  # workers that one look asks in vain; where there are no more, all of them are asked each time
@@ -31,6 +32,16 @@ class RoomSearch:
     full: bool | None = None
     overtaken: int = 0  # as its ticket says
     best: float | None = None  # the score of the best placement whose worker's steps were full at this look
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A worker is asked: should patience end before it answers, it has not been shown to have room."""
+        before, self.full = self.full, True
+        try:
+            yield
+        except MillraceError:
+            self.full = before
+            raise
 
     def refused(self, decision: Decision, error: NoRoom) -> None:
         """The decision's worker had no room."""
@@ -69,10 +80,10 @@ class RoomLook:
 
 @dataclass(slots=True)
 class _Refused:
-    """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting."""
+    """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting and whether it was late."""
 
     heard: float
-    tokens: dict[int | None, int] = field(default_factory=dict)
+    tokens: dict[tuple[int | None, bool], int] = field(default_factory=dict)
 
 
 class LeaseRoom:
@@ -85,8 +96,13 @@ class LeaseRoom:
         self.full = FullWorkers()
         self.kept = KeptWorkers()
 
-    def to_ask(self, state: RequestState, able: Sequence[Candidate], overtaken: int) -> list[Candidate]:
-        """Of those able to decode. `overtaken`: so many smaller requests that came later have found room before it."""
+    def to_ask(
+        self, state: RequestState, able: Sequence[Candidate], overtaken: int, *, late: bool = False
+    ) -> list[Candidate]:
+        """Of those able to decode. `overtaken`: so many smaller requests that came later have found room before it.
+
+        One that is `late` finds no room where others do.
+        """
         room = [worker for worker in able if not worker.full]
         if overtaken >= MOST_OVERTAKEN:
             self.kept.keep(state, able)
@@ -95,12 +111,12 @@ class LeaseRoom:
         if len(room) <= MOST_ASKED or not len(self.full):
             return room
         bin_, tokens = tpot_bin(state), state.tokens
-        return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens)]
+        return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens, late)]
 
-    def refused(self, worker: Candidate, state: RequestState, error: NoRoom) -> None:
-        """The worker had no room for the request."""
+    def refused(self, worker: Candidate, state: RequestState, error: NoRoom, *, late: bool = False) -> None:
+        """The worker had no room for the request, which was `late` or not."""
         bin_ = tpot_bin(state) if error.code == "tpot" else None
-        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens)
+        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens, late)
 
     def forget(self, instance: str) -> None:
         """A lease there has ended."""
@@ -124,24 +140,25 @@ class FullWorkers:
     def __len__(self) -> int:
         return len(self._refused)
 
-    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int) -> None:
-        """It had no room for so many tokens."""
+    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int, late: bool = False) -> None:
+        """It had no room for so many tokens of a request that was `late`, or was not."""
         known = self._refused.get(instance)
         if known is None or known.heard != heard:
             known = self._refused[instance] = _Refused(heard)
             if len(self._refused) > MOST_REMEMBERED:
                 del self._refused[next(iter(self._refused))]  # long gone, or soon known again
-        known.tokens[bin_] = min(tokens, known.tokens.get(bin_, tokens))
+        known.tokens[bin_, late] = min(tokens, known.tokens.get((bin_, late), tokens))
 
-    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int) -> bool:
-        """True if it has refused as much since it was heard."""
+    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int, late: bool = False) -> bool:
+        """True if it has refused as much since it was heard, in time where the request is."""
         known = self._refused.get(instance)
         if known is None:
             return False
         if known.heard != heard:
             del self._refused[instance]
             return False
-        return any(tokens >= known.tokens.get(wanting, tokens + 1) for wanting in {None, bin_})
+        ways = [(wanting, was) for wanting in {None, bin_} for was in {False, late}]
+        return any(tokens >= known.tokens.get(way, tokens + 1) for way in ways)
 
     def forget(self, instance: str) -> None:
         """It may have room again, or is gone."""

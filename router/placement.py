@@ -89,7 +89,7 @@ class Placement:
         if not self._decodes:
             assert self._worker is not None and self.held is not None
             self._decodes = True
-            self.state.failures = 0
+            self.state.failures, self.state.waited = 0, 0.0
             self.placer.fleet.decoded(self._worker.status.instance, self.held.fence.instance)
         if self.alone is not None and self.state.attempts[-1].tokens > PROGRESS:
             self.leave_isolation()

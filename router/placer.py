@@ -23,6 +23,7 @@ from router.learner import Learner
 from router.lease_room import MOST_ASKED, LeaseRoom, RoomLook, RoomSearch, tpot_bin
 from router.leases import OUT_OF_REACH, RouterLease
 from router.output_lengths import OutputLengths
+from router.patience import patience_left
 from router.policy import (
     Decision,
     Demand,
@@ -73,8 +74,8 @@ class Placer:
         InvalidRequest, ContextLengthExceeded; WorkerLost where the prompt may have broken a worker.
         """
         single = state.request.sampling.max_tokens - len(state.generated) == 1 and not self._outgrown(state)
-        search = RoomSearch(single)
-        patience, by_deadline = self._patience(state)
+        search, began = RoomSearch(single), self.fleet.clock()
+        patience, by_deadline = self._patience(state, state.waited)
         try:
             async with asyncio.timeout(patience):
                 while (found := await self._queue(search, state)) is None:
@@ -83,6 +84,7 @@ class Placer:
         except TimeoutError:
             raise self._waited(state, search, patience, by_deadline) from None
         finally:
+            state.waited += self.fleet.clock() - began
             if self.room.release(state):
                 self.fleet.notify()
 
@@ -99,8 +101,9 @@ class Placer:
                     found = self._prefill_only(search, state) if search.single else await self._try_all(search, state)
                     granted = found is not None if state.degraded == degraded else None
                 finally:
-                    self.admission.looked(ticket, found=granted)
+                    self.admission.looked(ticket, found=granted, late=state.late(self.fleet.clock()))
                 if found is not None:
+                    state.charged = len(state.generated)
                     return found
                 search.overtaken = ticket.overtaken
         return None
@@ -112,7 +115,8 @@ class Placer:
         single = request.sampling.max_tokens - len(state.generated) == 1
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         kind = build, tpot_bin(state), single, known
-        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class)
+        charge = 0 if state.charged == len(state.generated) else state.tokens  # it has brought nothing since
+        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge)
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""
@@ -123,7 +127,7 @@ class Placer:
         if not full and (not by_deadline or self.fleet.clock() < (state.request.deadline or 0.0) - TIMER_SECONDS):
             why, strict = NO_PREFILL if single else NO_DECODE, self.fleet.config.strict_disaggregation
             return nobody_ready(why, strict=strict)
-        return deadline_passed() if by_deadline else no_room(patience)
+        return deadline_passed() if by_deadline else no_room(patience + state.waited)
 
     def _prefill_only(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
         """A single token needs no decode worker, but workers compute so many prompts at a time as they may hold."""
@@ -178,12 +182,13 @@ class Placer:
             if state.generated and outgrown(demand, view.prefill):
                 decision = replace(decision, prefill=None)  # the decode worker itself, unless others have come by then
             try:
-                return await self._open(state, demand, decision)
+                with search.asking():
+                    return await self._open(state, demand, decision)
             except (NoRoom, Draining) as error:  # of a drain its heartbeat will say so
                 if isinstance(error, NoRoom):
                     search.refused(decision, error)
                     refusals += 1
-                    self.room.refused(worker, state, error)
+                    self.room.refused(worker, state, error, late=state.late(self.fleet.clock()))
                 state.pass_over(worker.status.name, error)
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 state.pass_over(worker.status.name, error)
@@ -203,7 +208,7 @@ class Placer:
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         offered = self.rosters.of(workers).offer(demand, self.fleet.trust, now, state.failed_generation)
-        open_ = self.room.to_ask(state, offered.decodes, overtaken)
+        open_ = self.room.to_ask(state, offered.decodes, overtaken, late=state.late(now))
         view = self._allowed(FleetView(open_ or offered.decodes, offered.prefills, self.fleet.ways))
         own = view if offered.home is None else view.of_generation(offered.home)
         wider = view if own.decode and len(own.decode) < len(view.decode) else None
@@ -387,10 +392,8 @@ class Placer:
             for instance, blocks in self.fleet.prefixes.match(block_keys(state, status)).items()
         }
 
-    def _patience(self, state: RequestState) -> tuple[float, bool]:
-        """Seconds the request may wait; True if that is because of its deadline."""
-        deadline, patience = state.request.deadline, self.service_class(state).patience
-        if patience is None:
-            patience = self.fleet.config.patience
-        left = patience if deadline is None else deadline - self.fleet.clock()
-        return (max(0.0, left), True) if left < patience else (patience, False)
+    def _patience(self, state: RequestState, waited: float = 0.0) -> tuple[float, bool]:
+        """Seconds the request may wait, which has done so before; True if that is because of its deadline."""
+        own = self.service_class(state).patience
+        whole = self.fleet.config.patience if own is None else own
+        return patience_left(whole, waited, state.request.deadline, self.fleet.clock())

@@ -91,9 +91,9 @@ class PrefillCall:
     async def first(self) -> Prefilled:
         """The first token. Raises what the prefill raised, or what ended the lease meanwhile."""
         await first_done(self._first, self.lease.failed)
-        if self._first.done():
+        if self._first.done() and not (self.lease.failed.done() and self._first.exception() is not None):
             return self._first.result()
-        raise self.lease.failed.result()
+        raise self.lease.failed.result()  # why there is no token, also where the prefill says that its lease has ended
 
     async def _run(self) -> None:
         try:

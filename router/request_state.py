@@ -95,6 +95,8 @@ class RequestState:
     promised: Request | None = None  # as it was before it went on without its objectives
     split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
+    waited: float = 0.0  # seconds for places, since its text last got on
+    charged: int | None = None  # its output tokens when its tenant was last charged for a place
     repeats: int = field(init=False)  # how much the prompt repeats itself (router.text_kinds)
 
     def __post_init__(self) -> None:
@@ -155,6 +157,11 @@ class RequestState:
             return None if slo.tpot_ms is None else first + len(self.generated) * slo.tpot_ms / 1e3 - now
         arrived = self.timeline.first(Moment.ARRIVED)
         return None if slo.ttft_ms is None or arrived is None else arrived + slo.ttft_ms / 1e3 - now
+
+    def late(self, now: float) -> bool:
+        """True if its first token has not come, and is to come later than its TTFT objective."""
+        left = self.first_token_in(now)
+        return not self.generated and left is not None and not left > 0.0
 
     @property
     def in_time(self) -> bool:

@@ -19,7 +19,7 @@ from router.placer import Placer
 from router.request_state import RequestState
 from router.request_trace import RequestTrace
 from router.retry_budget import RetryBudget, RetryConfig, backoff
-from serving.errors import DeadlineExceeded, MillraceError, Retryable, Unavailable
+from serving.errors import DeadlineExceeded, MillraceError, Preempted, Retryable, Unavailable
 from serving.logs import request_context
 from serving.messages import Audit, Delta, Request
 from serving.timeline import Moment, Timeline
@@ -120,7 +120,8 @@ class Router:
         state.timeline.note(Moment.REPLACED, now)
         self.observer.replaced(error)
         with request_context(state.request):
-            log.warning("placing again after %s: %s", type(error).__name__, error.message)
+            level = logging.INFO if isinstance(error, Preempted) else logging.WARNING  # which comes of load alone
+            log.log(level, "placing again after %s: %s", type(error).__name__, error.message)
         if failures > self.fleet.config.max_failures:
             raise Unavailable(f"gave up after {failures} failed placements; the last: {error.message}") from error
         pause = self.retries.retry(now) if failures > 1 else 0.0

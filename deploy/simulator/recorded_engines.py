@@ -30,8 +30,8 @@ class SpareKV(KVCacheManager):
         super().__init__(allocator, fingerprint)
         self.spare = spare
 
-    def open(self, seq: SequenceState, *, headroom: int = 0) -> None:
-        super().open(seq, headroom=max(headroom, self.spare))
+    def open(self, seq: SequenceState, *, headroom: int = 0, waits: bool = False) -> None:
+        super().open(seq, headroom=max(headroom, self.spare), waits=waits)
 
 
 class WholePrompts(FixedChunks):

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill.fairness import EQUAL
-from prefill.ordering import AGE, STEP, FirstComeFirstServed, PromptOrder, SlackOrder
+from prefill.ordering import FirstComeFirstServed, PromptOrder, SlackOrder
 from prefill.scheduler import PrefillScheduler
+from serving.engine.ageing import AGE, STEP
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost

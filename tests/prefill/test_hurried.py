@@ -8,7 +8,8 @@ from math import inf
 import pytest
 
 from prefill.chunking import FLOOR, HURRIED_STEPS, HURRY_SHARE, LATELY, MOST_HURRIED, SlackChunks
-from prefill.ordering import AGE, SlackOrder
+from prefill.ordering import SlackOrder
+from serving.engine.ageing import AGE
 from serving.engine.plan import StepPlan
 from serving.engine.sequence import SequenceState
 from serving.messages import Slo

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefill.ordering import AGE, STEP, UNHURRIED, PromptOrder, SlackOrder, due_of, left_out, level_of
+from prefill.ordering import UNHURRIED, PromptOrder, SlackOrder, due_of, left_out
 from prefill.scheduler import PrefillScheduler
+from serving.engine.ageing import AGE, STEP, level_of
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
 from serving.service_class import SERVICE_CLASSES

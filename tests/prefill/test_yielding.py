@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefill.chunking import FLOOR, LEAN_STEPS, MOST_KEPT, YIELD_SHARE, yielding_slack
-from prefill.ordering import AGE, STEP, SlackOrder
+from prefill.ordering import SlackOrder
+from serving.engine.ageing import AGE, STEP
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
 from tests.prefill.test_chunking import BUDGET, COST, Step, predicted, row
