@@ -16,29 +16,42 @@ from serving.messages import LeaseOrder
 LONGEST = 30.0  # seconds after its first token was due that a lease may have to give way: then it has waited enough
 
 
+def pressing(order: LeaseOrder) -> bool:
+    """True if others may give way to it: it goes on with a text, or has time left for its first token."""
+    left = order.first_token_in
+    return bool(order.generated) or (left is not None and 0.0 < left < inf)
+
+
+def late(order: LeaseOrder) -> bool:
+    """True if its first token can only come too late."""
+    left = order.first_token_in
+    return not order.generated and left is not None and not left > 0.0
+
+
 def giving_way(order: LeaseOrder, leases: Iterable[Lease], blocks: int, now: float) -> list[Lease]:
     """Leases whose end makes `blocks` blocks available, one at least: none where all of them do not.
 
-    They are no more important than the order, which goes on with a text or has time left for its first token; waiting
-    raises them as it does in the queue. Of less important ones first, as few as can be, and no larger than it takes.
-    What has begun, text or prompt, gives way to nobody. Of what ends with them reserved blocks count, not cached ones.
+    They are no more important than the order, which is `pressing`; waiting raises them as it does in the queue. Of less
+    important ones first, then of those with the most blocks reserved, and none that is not needed. What has begun, text
+    or prompt, gives way to nobody. Of what ends with them reserved blocks count, not cached ones.
     """
-    left = order.first_token_in
-    if not order.generated and (left is None or not 0.0 < left < inf):
+    if not pressing(order):
         return []
     able = [lease for lease in leases if _may_give_way(lease, order.request.priority, now)]
     able.sort(key=lambda lease: (-lease.seq.objectives.priority, -lease.seq.reserved))
-    found, lacking = list[Lease](), blocks
-    for place, lease in enumerate(able):
-        if lease.seq.reserved < lacking:
-            found.append(lease)
-            lacking -= lease.seq.reserved
-            continue
-        priority = lease.seq.objectives.priority
-        enough = [other for other in able[place:] if other.seq.reserved >= lacking]
-        alike = [other for other in enough if other.seq.objectives.priority == priority]
-        return [*found, min(alike, key=lambda other: other.seq.reserved)]
-    return []
+    found, freed = list[Lease](), 0
+    for lease in able:
+        found.append(lease)
+        freed += lease.seq.reserved
+        if freed >= blocks:
+            break
+    else:
+        return []
+    for lease in found[:-1]:
+        if freed - lease.seq.reserved >= blocks:
+            found.remove(lease)
+            freed -= lease.seq.reserved
+    return found
 
 
 def _may_give_way(lease: Lease, priority: int, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from decode.giving_way import giving_way
+from decode.giving_way import giving_way, late
 from decode.leases import Lease, LeaseTable
 from decode.tpot_bound import LeaseBound
 from decode.turns import RouterTurns
@@ -51,7 +51,7 @@ class DecodeRoom:
             return self._hold_new(order, session)
         except NoRoom as error:
             self.not_granted[error.code or "blocks"] += 1
-            if error.code in (None, SEQUENCES):
+            if error.code in (None, SEQUENCES) and not late(order):  # others may be given room that it may not
                 self.turns.refused(session, self.context.engine.clock())
             raise
 
@@ -59,15 +59,15 @@ class DecodeRoom:
         now, name = self.context.engine.clock(), self.context.identity.name
         held, leases = len(self.table.leases), self.table.leases.values()
         full = held >= self.context.engine.limits.max_num_seqs
-        late = giving_way(order, leases, 0, now) if full else []
-        if full and not late:
+        leaving = giving_way(order, leases, 0, now) if full else []
+        if full and not leaving:
             raise NoRoom(f"{name} holds {held} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, [lease.seq for lease in leases], now)
         if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), now):
             raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
         seq = self.hold(order, self.wanted(), new=True)
         if full and len(leases) == held:
-            self._end(late)
+            self._end(leaving)
         return seq
 
     def hold(self, order: LeaseOrder, spare: int = 0, *, new: bool = False) -> SequenceState:
@@ -90,7 +90,7 @@ class DecodeRoom:
         self._end(found)
         return bool(found)
 
-    def _end(self, late: Sequence[Lease]) -> None:
-        if late:
-            self.gave_way += len(late)
-            self.give_way(late)
+    def _end(self, leaving: Sequence[Lease]) -> None:
+        if leaving:
+            self.gave_way += len(leaving)
+            self.give_way(leaving)

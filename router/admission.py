@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import count
-from math import inf
 from typing import Any
 
 from router.changes import Changes
@@ -37,6 +36,7 @@ class Claim:
     kind: object = None
     service_class: str = ""  # for those who count what waits
     charge: int | None = None  # tokens that its tenant is charged for the place; None: `tokens`
+    pressing: Callable[[], bool] = lambda: True  # False once others give their room to it no more
 
 
 class Ticket:
@@ -48,7 +48,6 @@ class Ticket:
         self.turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.looked: asyncio.Future[bool] | None = None  # done with True once the place was found
         self.round = -1  # of its last look
-        self.late = False  # as it was then
         self.overtaken = 0  # smaller claims of its kind that came later, and have found a place since it found none
         self.changes = -1  # that there had been when its last look began
 
@@ -56,6 +55,26 @@ class Ticket:
     def idle(self) -> bool:
         """True if it waits for its turn: it neither looks nor is about to leave."""
         return not self.turn.done() and (self.looked is None or self.looked.done())
+
+
+class _Failed:
+    """Claims that have found no place, by kind: the fewest tokens, and the most important priority, of any of them.
+
+    They keep back claims of as many tokens that are no more important.
+    """
+
+    def __init__(self) -> None:
+        self._least: dict[object, tuple[int, int]] = {}
+
+    def add(self, claim: Claim) -> None:
+        tokens, priority = self._least.get(claim.kind, (claim.tokens, claim.priority))
+        self._least[claim.kind] = min(tokens, claim.tokens), min(priority, claim.priority)
+
+    def keep_back(self, claim: Claim) -> bool:
+        if not self._least:
+            return False
+        found = self._least.get(claim.kind)
+        return found is not None and claim.tokens >= found[0] and claim.priority >= found[1]
 
 
 class AdmissionQueue:
@@ -72,8 +91,8 @@ class AdmissionQueue:
         self._count = 0
         self._numbers = count()
         self._round = 0
-        # In this round, by kind and whether it was late: the fewest tokens there was no place for.
-        self._failed: dict[tuple[object, bool], int] = {}
+        self._failed = _Failed()  # in this round
+        self._failed_calm = _Failed()  # those of them that were not pressing
         self._passed: dict[Ticket, None] = {}  # those that have found no place, in order of their first look
         self._window = MOST_LOOKS  # looks at a time: one after a failure, twice as many after each success
         self._poked = False  # there is something new to look at
@@ -115,12 +134,11 @@ class AdmissionQueue:
         await ticket.turn
         ticket.turn = asyncio.get_running_loop().create_future()
 
-    def looked(self, ticket: Ticket, *, found: bool | None, late: bool = False) -> None:
+    def looked(self, ticket: Ticket, *, found: bool | None) -> None:
         """Its look has ended. None: with neither a place nor the lack of one, so that it says nothing of others.
 
-        One that is `late` finds no place where others do, who may be given that of late ones: it says nothing of them.
+        One that is not pressing finds no place where others may be given one: it says nothing of those.
         """
-        ticket.late = late
         if found:
             self._count_overtaken(ticket)
             charge = ticket.claim.charge
@@ -130,8 +148,7 @@ class AdmissionQueue:
             self._passed[ticket] = None
             claim, self._window = ticket.claim, 1
             if not self._missed(ticket):
-                key = claim.kind, late
-                self._failed[key] = min(claim.tokens, self._failed.get(key, claim.tokens))
+                (self._failed if claim.pressing() else self._failed_calm).add(claim)
         if not found:
             self._look_again(ticket)
         if ticket.looked is not None and not ticket.looked.done():
@@ -154,7 +171,7 @@ class AdmissionQueue:
     def _next_round(self) -> None:
         """Everyone may look again."""
         self._round += 1
-        self._failed.clear()
+        self._failed, self._failed_calm = _Failed(), _Failed()
 
     def _count_overtaken(self, ticket: Ticket) -> None:
         """The claim found a place: it has overtaken larger ones of its kind that came before and matter as much.
@@ -240,15 +257,13 @@ class AdmissionQueue:
                 for ticket in tenants[tenant]:
                     if ticket.round == now:
                         continue
-                    if ticket.claim.tokens < self._least_failed(ticket) and ticket.idle:
+                    if not self._kept_back(ticket.claim) and ticket.idle:
                         return ticket
         return None
 
-    def _least_failed(self, ticket: Ticket) -> float:
-        """The fewest tokens that keep it back: there was no place for as many in this round."""
-        kind, failed = ticket.claim.kind, self._failed
-        least = failed.get((kind, False), inf)
-        return min(least, failed.get((kind, True), inf)) if ticket.late else least
+    def _kept_back(self, claim: Claim) -> bool:
+        """True if there was no place in this round for one that asks for the same and at most as much."""
+        return self._failed.keep_back(claim) or (self._failed_calm.keep_back(claim) and not claim.pressing())
 
     async def _run(self) -> None:
         """Round after round, while requests wait: those that may look for a place, then wait for a change."""

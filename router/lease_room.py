@@ -80,7 +80,7 @@ class RoomLook:
 
 @dataclass(slots=True)
 class _Refused:
-    """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting and whether it was late."""
+    """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting, pressing ones and others."""
 
     heard: float
     tokens: dict[tuple[int | None, bool], int] = field(default_factory=dict)
@@ -96,27 +96,29 @@ class LeaseRoom:
         self.full = FullWorkers()
         self.kept = KeptWorkers()
 
-    def to_ask(
-        self, state: RequestState, able: Sequence[Candidate], overtaken: int, *, late: bool = False
-    ) -> list[Candidate]:
+    def to_ask(self, state: RequestState, able: Sequence[Candidate], overtaken: int, now: float) -> list[Candidate]:
         """Of those able to decode. `overtaken`: so many smaller requests that came later have found room before it.
 
-        One that is `late` finds no room where others do.
+        One that is not pressing finds no room where others do; for one that is late none is kept.
         """
         room = [worker for worker in able if not worker.full]
-        if overtaken >= MOST_OVERTAKEN:
+        if state.late(now):
+            self.kept.release(state)
+        elif overtaken >= MOST_OVERTAKEN:
             self.kept.keep(state, able)
         if len(self.kept):
             room = [worker for worker in room if not self.kept.bars(worker.status.instance, state)]
         if len(room) <= MOST_ASKED or not len(self.full):
             return room
-        bin_, tokens = tpot_bin(state), state.tokens
-        return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens, late)]
+        bin_, tokens, pressing = tpot_bin(state), state.tokens, state.pressing(now)
+        return [
+            each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens, pressing)
+        ]
 
-    def refused(self, worker: Candidate, state: RequestState, error: NoRoom, *, late: bool = False) -> None:
-        """The worker had no room for the request, which was `late` or not."""
+    def refused(self, worker: Candidate, state: RequestState, error: NoRoom, *, pressing: bool = True) -> None:
+        """The worker had no room for the request, which was `pressing` or not."""
         bin_ = tpot_bin(state) if error.code == "tpot" else None
-        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens, late)
+        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens, pressing)
 
     def forget(self, instance: str) -> None:
         """A lease there has ended."""
@@ -140,24 +142,24 @@ class FullWorkers:
     def __len__(self) -> int:
         return len(self._refused)
 
-    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int, late: bool = False) -> None:
-        """It had no room for so many tokens of a request that was `late`, or was not."""
+    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True) -> None:
+        """It had no room for so many tokens of a request that was `pressing`, or was not."""
         known = self._refused.get(instance)
         if known is None or known.heard != heard:
             known = self._refused[instance] = _Refused(heard)
             if len(self._refused) > MOST_REMEMBERED:
                 del self._refused[next(iter(self._refused))]  # long gone, or soon known again
-        known.tokens[bin_, late] = min(tokens, known.tokens.get((bin_, late), tokens))
+        known.tokens[bin_, pressing] = min(tokens, known.tokens.get((bin_, pressing), tokens))
 
-    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int, late: bool = False) -> bool:
-        """True if it has refused as much since it was heard, in time where the request is."""
+    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True) -> bool:
+        """True if it has refused as much since it was heard, of a pressing request where this is one."""
         known = self._refused.get(instance)
         if known is None:
             return False
         if known.heard != heard:
             del self._refused[instance]
             return False
-        ways = [(wanting, was) for wanting in {None, bin_} for was in {False, late}]
+        ways = [(wanting, was) for wanting in {None, bin_} for was in {True, pressing}]
         return any(tokens >= known.tokens.get(way, tokens + 1) for way in ways)
 
     def forget(self, instance: str) -> None:

@@ -107,6 +107,8 @@ class Placement:
         lease, worker, fleet = self.held, self._worker, self.placer.fleet
         echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
         self.state.failures += not (echo or isinstance(error, Preempted | Draining))
+        if not isinstance(error, Preempted):
+            self.state.waited = 0.0  # for who is lost another comes, and that may take as long
         self._decodes = False
         self.leave_isolation()
         if lease is not None and worker is not None:

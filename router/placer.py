@@ -101,7 +101,7 @@ class Placer:
                     found = self._prefill_only(search, state) if search.single else await self._try_all(search, state)
                     granted = found is not None if state.degraded == degraded else None
                 finally:
-                    self.admission.looked(ticket, found=granted, late=state.late(self.fleet.clock()))
+                    self.admission.looked(ticket, found=granted)
                 if found is not None:
                     state.charged = len(state.generated)
                     return found
@@ -116,7 +116,8 @@ class Placer:
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         kind = build, tpot_bin(state), single, known
         charge = 0 if state.charged == len(state.generated) else state.tokens  # it has brought nothing since
-        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge)
+        made = Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge)
+        return replace(made, pressing=lambda: state.pressing(self.fleet.clock()))
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""
@@ -188,7 +189,7 @@ class Placer:
                 if isinstance(error, NoRoom):
                     search.refused(decision, error)
                     refusals += 1
-                    self.room.refused(worker, state, error, late=state.late(self.fleet.clock()))
+                    self.room.refused(worker, state, error, pressing=state.pressing(self.fleet.clock()))
                 state.pass_over(worker.status.name, error)
             except (WorkerLost, StaleLease, Unauthorized) as error:  # gone, restarted meanwhile, or not one of ours
                 state.pass_over(worker.status.name, error)
@@ -208,7 +209,7 @@ class Placer:
         workers, now = self.fleet.candidates(), self.fleet.clock()
         demand = self._demand(state, workers, state.required_build)
         offered = self.rosters.of(workers).offer(demand, self.fleet.trust, now, state.failed_generation)
-        open_ = self.room.to_ask(state, offered.decodes, overtaken, late=state.late(now))
+        open_ = self.room.to_ask(state, offered.decodes, overtaken, now)
         view = self._allowed(FleetView(open_ or offered.decodes, offered.prefills, self.fleet.ways))
         own = view if offered.home is None else view.of_generation(offered.home)
         wider = view if own.decode and len(own.decode) < len(view.decode) else None

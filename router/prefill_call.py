@@ -12,7 +12,7 @@ from types import TracebackType
 from router.leases import RouterLease
 from router.policy import Decision
 from router.registry import Reservation
-from serving.errors import MillraceError, WorkerLost
+from serving.errors import MillraceError, Preempted, WorkerLost
 from serving.first_done import first_done
 from serving.links import PrefillLink
 from serving.messages import Prefilled, PrefillOrder
@@ -91,9 +91,13 @@ class PrefillCall:
     async def first(self) -> Prefilled:
         """The first token. Raises what the prefill raised, or what ended the lease meanwhile."""
         await first_done(self._first, self.lease.failed)
-        if self._first.done() and not (self.lease.failed.done() and self._first.exception() is not None):
+        failed = self.lease.failed.result() if self.lease.failed.done() else None
+        if isinstance(failed, Preempted) and self._first.done() and self._first.exception() is not None:
+            raise failed  # the prefill can only say that its lease has ended
+        if self._first.done():
             return self._first.result()
-        raise self.lease.failed.result()  # why there is no token, also where the prefill says that its lease has ended
+        assert failed is not None
+        raise failed
 
     async def _run(self) -> None:
         try:

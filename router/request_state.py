@@ -158,8 +158,13 @@ class RequestState:
         arrived = self.timeline.first(Moment.ARRIVED)
         return None if slo.ttft_ms is None or arrived is None else arrived + slo.ttft_ms / 1e3 - now
 
+    def pressing(self, now: float) -> bool:
+        """True if late leases give their room to it: it goes on with a text, or has time left for its first token."""
+        left = self.first_token_in(now)
+        return bool(self.generated) or (left is not None and left > 0.0)
+
     def late(self, now: float) -> bool:
-        """True if its first token has not come, and is to come later than its TTFT objective."""
+        """True if its first token can only come too late for its TTFT objective."""
         left = self.first_token_in(now)
         return not self.generated and left is not None and not left > 0.0
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _GROUPS = Path("sys/fs/cgroup")
-_ACCOUNTS = (  # of a control group: its limit, what it uses, and what of that the kernel can drop at once
-    ("memory.max", "memory.current", "inactive_file"),  # version 2, and below it version 1
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+_ACCOUNTS = (  # of a control group: its limits, what it uses, and what of that the kernel can drop at once
+    (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # version 2, and below it version 1
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -24,7 +24,7 @@ def unused_memory(root: Path = Path("/")) -> int:
     """
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return 0
     left = [1024 * int(found[1])] if found is not None else [0]
@@ -45,10 +45,16 @@ def _folders(mounted: Path, controllers: str, path: str) -> Iterator[Path]:
 
 
 def _left_in(folder: Path) -> list[int]:
-    """What the group's limit leaves, if it has one."""
-    for limit, used, dropped in _ACCOUNTS:
-        with suppress(OSError, ValueError):  # another version's, no such group here, or "max", which is no limit
+    """What each of the group's limits leaves; above memory.high it is slowed down."""
+    for limits, used, dropped in _ACCOUNTS:
+        with suppress(OSError, ValueError):  # another version's, or no such group here
             stat = re.search(rf"^{dropped} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-            most, taken = int((folder / limit).read_text()), int((folder / used).read_text())
-            return [most - taken + (int(stat[1]) if stat is not None else 0)]
+            taken = int((folder / used).read_text()) - (int(stat[1]) if stat is not None else 0)
+            return [most - taken for most in map(_limit, (folder / name for name in limits)) if most is not None]
     return []
+
+
+def _limit(file: Path) -> int | None:
+    with suppress(OSError, ValueError):  # none, or "max", which is none
+        return int(file.read_text())
+    return None

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 MOST = 512 << 20  # bytes: more than the first requests write to, where clearing it is a large part of their time
 PARTS_OF_UNUSED = 8  # of what memory is left meanwhile one such part: beside others that do the same most stays
+LARGEST = 32 << 20  # bytes of a page: a request waits for one at most, and larger ones take a second
 PAUSE = 1.0  # seconds after a start, and after requests were seen, before it goes on
 
 
@@ -67,6 +68,9 @@ class EarlyPages:
         A request waits for one of them at most. It ends early where memory is short or the kernel cannot.
         """
         page = huge_page()
+        if page > LARGEST:
+            log.info("KV gets its pages as it is written: huge pages are %d MiB here", page >> 20)
+            return
         planes = [range(plane.data_ptr(), plane.data_ptr() + plane.nbytes) for plane in self.planes]
         began, self.bytes = time.monotonic(), 0
         await asyncio.sleep(PAUSE)

@@ -56,14 +56,14 @@ def test_only_what_may_and_only_if_it_is_enough(leases: list[Lease], blocks: int
     assert all(any(each is one for one in may) for each in found)
     freed = [each.seq.reserved for each in found]
     assert bool(found) is (bool(may) and sum(each.seq.reserved for each in may) >= blocks)
-    assert not found or sum(freed) >= blocks > sum(freed[:-1]) or (blocks == 0 and len(found) == 1)
+    assert not found or sum(freed) >= blocks, "it is enough"
+    assert len(found) < 2 or all(sum(freed) - each < blocks for each in freed), "and nobody of them is not needed"
 
 
 def test_the_least_important_go_first_then_those_that_free_most() -> None:
     leases = [lease("a", 5, -1.0), lease("b", 1, -1.0, priority=1), lease("c", 2, -1.0, priority=1)]
-    names = [each.fence.lease for each in giving_way(newcomer(), leases, 4, 0.0)]
-    assert names == ["c", "b", "a"]
-    assert [each.fence.lease for each in giving_way(newcomer(), leases, 2, 0.0)] == ["c"]
+    names = [[each.fence.lease for each in giving_way(newcomer(), leases, blocks, 0.0)] for blocks in (1, 2, 3, 4, 7)]
+    assert names == [["c"], ["c"], ["c", "b"], ["a"], ["c", "a"]], "none that is not needed"
 
 
 @pytest.mark.parametrize("left", [None, 0.0, -1.0])

@@ -81,13 +81,6 @@ def test_nobody_gives_way_to_what_is_due_at_no_time(left: float) -> None:
     assert giving_way(make_order(PROMPT, first_token_in=left), [lease("late", 3)], 3, 0.0) == []
 
 
-def test_the_smallest_that_is_enough_gives_way() -> None:
-    """One block is wanting: the one with the most reserved need not go for it."""
-    leases = [lease("large", 500), lease("small", 1)]
-    found = giving_way(make_order(PROMPT, first_token_in=1.0), leases, 1, 0.0)
-    assert [each.fence.lease for each in found] == ["small"]
-
-
 # ---- a prefill of the lease, in this worker ------------------------------------------------------------------------
 
 
@@ -129,3 +122,15 @@ async def test_a_worker_never_holds_more_sequences_than_it_may_though_time_passe
     with suppress(NoRoom):
         await worker.lease(session, PROMPT, "r/3", first_token_in=1.0)
     assert len(worker.decode.table.leases) <= 2
+
+
+async def test_a_late_request_of_one_router_keeps_no_one_in_time_of_another_back() -> None:
+    """What is refused claims the next room (decode.turns): late leases' room was never to be that."""
+    worker = Worker(Role.DECODE, seqs=3)
+    one, other = await worker.session(), await worker.session()
+    for number in range(3):
+        await worker.lease(one, PROMPT, f"a/{number}", **LATE)
+    with pytest.raises(NoRoom):
+        await worker.lease(other, PROMPT, "b/1", **LATE)
+    await worker.lease(one, PROMPT, "a/4", first_token_in=1.0)
+    assert "a/4" in worker.decode.table.leases

@@ -43,3 +43,14 @@ async def test_a_worker_that_is_asked_or_leaves_is_not_idle(make_cluster: Cluste
         assert worker.early_pages.idle()
         await worker.drain(1.0)
         assert not worker.early_pages.idle()
+
+
+async def test_nobody_finds_pages_for_a_worker_that_has_stopped(make_cluster: ClusterMaker) -> None:
+    """It would hold the KV of a role that is over."""
+
+    def running() -> list[str]:
+        return [task.get_name() for task in asyncio.all_tasks() if task.get_name() == "kv-pages"]
+
+    async with make_cluster("embedded"):
+        assert running()
+    assert not running()

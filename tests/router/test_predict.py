@@ -27,6 +27,7 @@ from router.predict import (
     queue_seconds,
     queued_lost,
 )
+from serving.engine import ageing
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
 from tests.fakes.sequences import make_sequence
@@ -303,7 +304,7 @@ def test_leases_that_wait_for_prompts_count_by_the_share_that_decodes(running: i
 
 
 def test_workers_order_prompts_by_the_same_constants() -> None:
-    assert (AGE, STEP, UNHURRIED) == (ordering.AGE, ordering.STEP, ordering.UNHURRIED)
+    assert (AGE, STEP, UNHURRIED) == (ageing.AGE, ageing.STEP, ordering.UNHURRIED)
 
 
 @given(
@@ -315,4 +316,4 @@ def test_a_prompt_is_raised_when_its_worker_raises_it(priority: int, objective: 
     sequence = make_sequence(make_kv(4, 4), [1], priority=priority)
     sequence.prefill.waiting_since, sequence.objectives.due = 100.0, 100.0 + objective
     queued = QueuedPrompt(priority, 100.0 + objective, 0.1, 100.0)
-    assert _level(queued, 100.0 + waited) == ordering.level_of(sequence, 100.0 + waited)
+    assert _level(queued, 100.0 + waited) == ageing.level_of(sequence, 100.0 + waited)

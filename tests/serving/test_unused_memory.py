@@ -64,3 +64,17 @@ def test_what_is_not_told_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="Linux tells")
 def test_this_host_has_some() -> None:
     assert 0 < unused_memory() < 1 << 50
+
+
+def test_what_is_above_memory_high_is_not_left(tmp_path: Path) -> None:
+    """The kernel throttles a group above it at every allocation (cgroup-v2, memory.high): MemoryHigh= of systemd."""
+    files = second("a/", "max\n", 400, 100) | {"a/memory.high": "1000\n"}
+    assert unused_memory(system(tmp_path, "0::/a\n", files)) == 700
+    files = second("a/", "900\n", 400, 100) | {"a/memory.high": "1000\n"}
+    assert unused_memory(system(tmp_path, "0::/a\n", files)) == 600
+
+
+def test_a_group_with_any_name_is_read(tmp_path: Path) -> None:
+    root = system(tmp_path, "0::/\n", {})
+    (root / "proc/self/cgroup").write_bytes(b"0::/caf\xe9\n")
+    assert unused_memory(root) == AVAILABLE

@@ -183,6 +183,18 @@ async def test_a_part_of_what_is_left_is_taken(planes: list[Tensor]) -> None:
     assert 4 * page < pages.bytes == sum(memory.asked) <= 5 * page  # past four, one more is too much
 
 
+async def test_pages_that_a_request_would_wait_long_for_are_left_alone(
+    planes: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An arm64 kernel with pages of 64 KiB has huge ones of 512 MiB."""
+    memory, let_pass = Memory(), passing_time()
+    monkeypatch.setattr(early_pages, "huge_page", lambda: 512 << 20)
+    running = asyncio.create_task(EarlyPages(planes, lambda: True, touch=memory.touch, unused=lambda: PLENTY).run())
+    await pause_over(let_pass)
+    await running
+    assert not memory.asked
+
+
 async def test_no_more_than_the_most(planes: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     memory, let_pass = Memory(), passing_time()
     monkeypatch.setattr(early_pages, "MOST", 5 * huge_page())
