@@ -1,12 +1,15 @@
 """What `--headless` runs: a host that holds experts of a worker whose leader is elsewhere, for as long as it is asked.
 
-It joins the leader, and joins it again whenever one of them was lost. A refusal ends it.
+It joins the leader, and joins it again whenever one of them was lost. A refusal ends it: that of somebody who does not
+show to be the leader only when it has lasted, since they may have come in its place while it is away.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,7 +22,8 @@ from serving.checkpoint.hub import resolve
 from serving.expert_parallel.exchange import ExchangeUnavailable
 from serving.expert_parallel.shared_memory import functions
 from serving.loader.loading import open_checkpoint
-from serving.rank_group.host_door import HostNotYet, HostRefused, joined
+from serving.rank_group.host_door import HostNotYet, HostRefused, HostUnproven, joined
+from serving.rank_group.host_line import HostLine
 from serving.rank_group.host_plan import HostPlace
 from serving.rank_group.host_session import HostedModel, HostSession
 
@@ -27,6 +31,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds before the leader is asked again
 TAKEN_SECONDS = 60.0  # that the leader may take to say whether it takes this host
+UNPROVEN_SECONDS = 300.0  # that somebody who does not show to be the leader may turn this host away
 
 
 class RankHost:
@@ -56,24 +61,39 @@ class RankHost:
             threads=max(1, torch.get_num_threads() // place.ranks),
         )
         torch.set_num_threads(1)  # its ranks compute
-        where = (hosts.data_parallel_address, hosts.data_parallel_rpc_port)
-        pause, told = FIRST_PAUSE, ""
+        address, port = hosts.data_parallel_address, hosts.data_parallel_rpc_port
+        join = partial(joined, address, port, security_of(settings), identity, place, TAKEN_SECONDS)
         while True:
-            try:
-                line = joined(*where, security_of(settings), identity, place, TAKEN_SECONDS)
-            except HostRefused as refused:
-                raise ValueError(f"the leader at {where[0]}:{where[1]} does not take this host: {refused}") from refused
-            except HostNotYet as error:
-                if str(error) != told:
-                    told = str(error)
-                    log.info("not in the group yet, and trying on: %s", told)
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-                continue
-            pause, told = FIRST_PAUSE, ""
-            log.info("%s of the group whose leader is at %s:%d", place, *where)
-            session = HostSession(line, model)
+            session = HostSession(taken_in(join, f"{address}:{port}"), model)
+            log.info("%s of the group whose leader is at %s:%d", place, address, port)
             try:
                 log.warning("out of the group: %s", session.serve())
             finally:
                 session.close()
+
+
+def taken_in(join: Callable[[], HostLine], where: str) -> HostLine:
+    """What `join` gives once the leader at `where` takes this host. Raises ValueError for a refusal."""
+    pause, told, turned_away = FIRST_PAUSE, "", None
+    while True:
+        try:
+            return join()
+        except HostRefused as refused:
+            raise ValueError(f"the leader at {where} does not take this host: {refused}") from refused
+        except HostUnproven as error:
+            turned_away = turned_away or time.monotonic()
+            reason = (
+                f"who answers at {where} does not take this host, and does not show its cluster key: see that all hosts"
+                " of the group have the same one, and what listens there"
+            )
+            if time.monotonic() - turned_away >= UNPROVEN_SECONDS:
+                raise ValueError(f"{reason} ({error})") from error
+            if reason != told:
+                log.warning("%s (%s); trying on for %.0f s", reason, error, UNPROVEN_SECONDS)
+        except HostNotYet as error:
+            turned_away, reason = None, str(error)
+            if reason != told:
+                log.info("not in the group yet, and trying on: %s", reason)
+        told = reason
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)

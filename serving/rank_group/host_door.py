@@ -10,16 +10,19 @@ import json
 import secrets
 import socket
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from serving.certificate import no_password
-from serving.rank_group.host_line import HostGone, HostLine, HostWord, settle
+from serving.rank_group.host_line import HostGone, HostLine, HostWord, settle, shown
 from serving.rank_group.host_plan import HostPlace
 
-HOST_PROTOCOL = 1  # grows with every change of what hosts of a group tell each other
+HOST_PROTOCOL = 2  # grows with every change of what hosts of a group tell each other
 HANDSHAKE_SECONDS = 10.0
 NONCE_BYTES = 32
+WRONG_KEY = "the cluster key is missing or wrong; start every host of the group with the same one"
 
 
 class HostRefused(Exception):
@@ -28,6 +31,10 @@ class HostRefused(Exception):
 
 class HostNotYet(Exception):
     """The leader cannot be joined just now, and may be later."""
+
+
+class HostUnproven(Exception):
+    """Who answers in the leader's place does not take this host, and has not shown to be the leader."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,23 +60,50 @@ class HostIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class Meeting:
+    """One connection of a host and its leader: the random words of both, and what the host says of itself."""
+
+    security: HostSecurity
+    leaders: str
+    hosts: str
+    body: str
+
+    def proof(self, who: str, *said: str) -> str:
+        """Of having the key and saying this, for this meeting alone; empty where there is none."""
+        key = self.security.cluster_key
+        if key is None:
+            return ""
+        words = "\0".join(("millrace-host-2", who, self.leaders, self.hosts, self.body, *said))
+        return hmac.digest(key.encode(), words.encode("utf-8", "surrogatepass"), "sha256").hex()
+
+    def refusing(self, reason: str, *, again: bool) -> str:
+        """The leader's proof of a refusal."""
+        return self.proof("refusal", reason, "again" if again else "for good")
+
+
+@dataclass(frozen=True, slots=True)
 class ComingHost:
-    """A host that has shown who it is, and waits to be told whether it is taken."""
+    """A host that waits to be told whether it is taken; `known` once it has shown who it is."""
 
     line: HostLine
     place: HostPlace
-    proof: str  # that the leader has the key, too
+    meeting: Meeting
+    known: bool = True
 
     def take(self) -> HostLine:
         """Raises HostGone."""
         self.line.trusted = True  # before it answers
-        self.line.send("taken", {"proof": self.proof}, HANDSHAKE_SECONDS)
+        self.line.send("taken", {"proof": self.meeting.proof("leader")}, HANDSHAKE_SECONDS)
         return self.line
 
     def refuse(self, reason: str, *, again: bool) -> None:
-        """With `again` it may be taken later. Raises HostGone."""
+        """With `again` it may be taken later. Nothing is proven to strangers, who could try keys on it.
+
+        Raises HostGone.
+        """
+        proof = self.meeting.refusing(reason, again=again) if self.known else ""
         try:
-            self.line.send("refused", {"reason": reason, "again": again}, HANDSHAKE_SECONDS)
+            self.line.send("refused", {"reason": reason, "again": again, "proof": proof}, HANDSHAKE_SECONDS)
         finally:
             self.line.close()
 
@@ -77,7 +111,8 @@ class ComingHost:
 def greeted(connection: socket.socket, security: HostSecurity, own: HostIdentity) -> ComingHost:
     """A host that has connected to the leader.
 
-    Raises HostRefused where it is not to come, and HostGone; then the connection is closed.
+    Raises HostRefused where it is not to come, HostGone, and ValueError for our own files; the connection is closed
+    then.
     """
     connection.settimeout(HANDSHAKE_SECONDS)
     line = HostLine(_as_server(connection, security))
@@ -93,12 +128,11 @@ def _shown(line: HostLine, security: HostSecurity, own: HostIdentity) -> ComingH
     keyed = security.cluster_key is not None
     line.send("greeting", {"nonce": nonce, "keyed": keyed}, HANDSHAKE_SECONDS)
     word = line.answer("hello", HANDSHAKE_SECONDS)
-    body, theirs = word.text("body"), word.text("nonce")
-    if _equal(word.text("proof"), _proof(security, "host", nonce, theirs, body)):
-        reason = _unlike(body, own)
-    else:
-        reason = "the cluster key is missing or wrong; start every host of the group with the same one"
-    coming = ComingHost(line, _place(body), _proof(security, "leader", nonce, theirs, body))
+    body = word.text("body")
+    meeting = Meeting(security, nonce, word.text("nonce"), body)
+    known = _equal(word.text("proof"), meeting.proof("host"))
+    reason = _unlike(body, own) if known else WRONG_KEY
+    coming = ComingHost(line, _place(body), meeting, known)
     if reason is not None:
         coming.refuse(reason, again=False)
         raise HostRefused(reason)
@@ -110,7 +144,7 @@ def joined(
 ) -> HostLine:
     """The connection to the leader, once it has taken this host, for which it may take `patience` seconds.
 
-    Raises HostRefused, and HostNotYet where that may go otherwise later.
+    Raises HostRefused, HostUnproven, HostNotYet where that may go otherwise later, and ValueError for our own files.
     """
     try:
         connection = socket.create_connection((address, port), HANDSHAKE_SECONDS)
@@ -121,7 +155,7 @@ def joined(
         line = HostLine(_as_client(connection, security, address))
         greeting = line.answer("greeting", HANDSHAKE_SECONDS)
         _be_taken(line, greeting, security, own, place, patience)
-    except (HostGone, HostNotYet, HostRefused) as error:
+    except (HostGone, HostNotYet, HostRefused, HostUnproven) as error:
         if line is not None:
             line.close()
         if isinstance(error, HostGone):
@@ -134,26 +168,32 @@ def _be_taken(
     line: HostLine, greeting: HostWord, security: HostSecurity, own: HostIdentity, place: HostPlace, patience: float
 ) -> None:
     if greeting.facts.get("keyed") is not True and security.cluster_key is not None:
-        raise HostRefused("the leader asks for no cluster key, and this host has one; start both with the same one")
-    nonce, theirs = secrets.token_hex(NONCE_BYTES), greeting.text("nonce")
+        raise _turned_away(security, "the leader asks for no cluster key, and this host has one; start both with one")
+    nonce = secrets.token_hex(NONCE_BYTES)
     body = json.dumps({"start": place.start, "size": place.ranks, **asdict(own)})
-    proof = _proof(security, "host", theirs, nonce, body)
-    line.send("hello", {"nonce": nonce, "body": body, "proof": proof}, HANDSHAKE_SECONDS)
+    meeting = Meeting(security, greeting.text("nonce"), nonce, body)
+    line.send("hello", {"nonce": nonce, "body": body, "proof": meeting.proof("host")}, HANDSHAKE_SECONDS)
     word = line.hear(patience)
     if word.kind == "refused":
-        raise (HostNotYet if word.facts.get("again") is True else HostRefused)(word.text("reason"))
-    expected = _proof(security, "leader", theirs, nonce, body)
-    if word.kind != "taken" or not _equal(word.text("proof"), expected):
-        raise HostRefused("the leader's cluster key is another one; start every host of the group with the same one")
+        raise _refused(word, meeting)
+    if word.kind != "taken" or not _equal(word.text("proof"), meeting.proof("leader")):
+        raise _turned_away(security, "the leader's cluster key is another one; start every host of the group with one")
     line.trusted = True
 
 
-def _proof(security: HostSecurity, who: str, leaders: str, hosts: str, body: str) -> str:
-    """Of having the key, for this meeting alone; empty where there is none."""
-    if security.cluster_key is None:
-        return ""
-    said = "\0".join(("millrace-host-1", who, leaders, hosts, body))
-    return hmac.digest(security.cluster_key.encode(), said.encode("utf-8", "surrogatepass"), "sha256").hex()
+def _refused(word: HostWord, meeting: Meeting) -> Exception:
+    reason, again = word.text("reason"), word.facts.get("again") is True
+    if _equal(word.text("proof"), meeting.refusing(reason, again=again)):
+        return HostNotYet(reason) if again else HostRefused(reason)
+    if again:
+        return HostNotYet("who answers there puts this host off, and does not show the cluster key")
+    return _turned_away(meeting.security, reason if meeting.security.certfile is not None else shown(reason))
+
+
+def _turned_away(security: HostSecurity, reason: str) -> HostRefused | HostUnproven:
+    """By somebody who does not prove to have the key of this host, if it has one; a certificate is a proof too."""
+    proven = security.cluster_key is None or security.certfile is not None
+    return HostRefused(reason) if proven else HostUnproven(reason)
 
 
 def _equal(given: str, expected: str) -> bool:
@@ -198,32 +238,43 @@ def _facts(body: str) -> dict[str, Any]:
 
 
 def _as_server(connection: socket.socket, security: HostSecurity) -> socket.socket:
-    """Raises HostGone for who shows no certificate of our authorities."""
-    settle(connection)
-    if security.certfile is None:
-        return connection
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # nobody resumes; and whoever waits for words is woken by words alone
-    try:
+    """Raises HostGone for who shows no certificate of our authorities, ValueError for our own files."""
+    with _closed_unless_met(connection, security):
+        settle(connection)
+        if security.certfile is None:
+            return connection
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0  # nobody resumes; and whoever waits for words is woken by words alone
         return _known(context, security).wrap_socket(connection, server_side=True)
-    except OSError as error:
-        connection.close()
-        raise HostGone(f"no TLS with certificates of --grpc-tls-ca: {error}") from error
 
 
 def _as_client(connection: socket.socket, security: HostSecurity, address: str) -> socket.socket:
-    """Raises HostGone for a leader that shows no certificate of our authorities for the name it is reached by."""
-    settle(connection)
-    if security.certfile is None:
-        return connection
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    """Raises HostGone for a leader that shows no certificate of our authorities for the name it is reached by.
+
+    ValueError for our own files.
+    """
+    with _closed_unless_met(connection, security):
+        settle(connection)
+        if security.certfile is None:
+            return connection
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        return _known(context, security).wrap_socket(connection, server_hostname=security.server_name or address)
+
+
+@contextmanager
+def _closed_unless_met(connection: socket.socket, security: HostSecurity) -> Iterator[None]:
+    """Raises HostGone for OSError."""
+    met = False
     try:
-        name = security.server_name or address
-        return _known(context, security).wrap_socket(connection, server_hostname=name)
+        yield
+        met = True
     except OSError as error:
-        connection.close()
-        raise HostGone(f"no TLS with certificates of --grpc-tls-ca: {error}") from error
+        what = "the connection has ended" if security.certfile is None else "no TLS with certificates of --grpc-tls-ca"
+        raise HostGone(f"{what}: {error}") from error
+    finally:
+        if not met:
+            connection.close()
 
 
 def _known(context: ssl.SSLContext, security: HostSecurity) -> ssl.SSLContext:

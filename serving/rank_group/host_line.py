@@ -40,21 +40,21 @@ class HostWord:
         """A count from 0 to `most`. Raises HostGone for anything else."""
         found = self.facts.get(name)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
-            raise HostGone(f"it sends {name} {_shown(found)}, which is no number from 0 to {most}")
+            raise HostGone(f"it sends {name} {shown(found)}, which is no number from 0 to {most}")
         return found
 
     def seconds(self, name: str) -> float:
         """Raises HostGone for what is none, or longer than a day."""
         found = self.facts.get(name)
         if not isinstance(found, int | float) or not 0 < found <= MOST_SECONDS:
-            raise HostGone(f"it sends {name} {_shown(found)}, which are no seconds of a wait")
+            raise HostGone(f"it sends {name} {shown(found)}, which are no seconds of a wait")
         return float(found)
 
     def text(self, name: str) -> str:
         """Raises HostGone for what is no text."""
         found = self.facts.get(name)
         if not isinstance(found, str):
-            raise HostGone(f"it sends {name} {_shown(found)}, which is no text")
+            raise HostGone(f"it sends {name} {shown(found)}, which is no text")
         return found
 
 
@@ -107,9 +107,9 @@ class HostLine:
         word = self.hear(seconds)
         if word.kind == "lost":
             reason = word.text("reason")
-            raise HostGone(f"{self.where}: {reason if self.trusted else _shown(reason)}")
+            raise HostGone(f"{self.where}: {reason if self.trusted else shown(reason)}")
         if word.kind != kind:
-            raise HostGone(f"{self.where} says {_shown(word.kind)} where {kind!r} is awaited")
+            raise HostGone(f"{self.where} says {shown(word.kind)} where {kind!r} is awaited")
         return word
 
     def bytes_into(self, word: HostWord, memory: memoryview, seconds: float) -> None:
@@ -167,7 +167,8 @@ def _where(connection: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _shown(found: object) -> str:
+def shown(found: object) -> str:
+    """What somebody sends, as a log may have it."""
     return f"{found!r:.{MOST_SHOWN}}" if isinstance(found, str | int | float | None) else type(found).__name__
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from serving.rank_group.host_door import (
     HostNotYet,
     HostRefused,
     HostSecurity,
+    HostUnproven,
+    Meeting,
     greeted,
     joined,
 )
@@ -105,8 +108,6 @@ def test_a_host_that_is_taken_and_its_leader_talk(security: HostSecurity, door: 
     ("security", "identity", "told"),
     [
         (HostSecurity(), OWN, "the cluster key is missing or wrong"),
-        (HostSecurity(cluster_key="another"), OWN, "the cluster key is missing or wrong"),
-        (HostSecurity(cluster_key="another"), replace(OWN, ranks=5), "the cluster key is missing or wrong"),
         (KEY, replace(OWN, version="1.2.4"), r"it is millrace 1\.2\.4 .*the leader 1\.2\.3"),
         (KEY, replace(OWN, protocol=99), "protocol 99"),
         (KEY, replace(OWN, ranks=5), "--data-parallel-size is 5 there and 4 at the leader"),
@@ -124,20 +125,76 @@ def test_who_is_refused_is_told_why(
     assert made.lines == []
 
 
-def test_a_leader_without_the_key_is_refused_by_the_host(door: Callable[..., Door]) -> None:
-    with pytest.raises(HostRefused, match="the leader asks for no cluster key"):
+@pytest.mark.parametrize("identity", [OWN, replace(OWN, ranks=5)])
+def test_who_has_another_key_is_told_of_nothing_else(identity: HostIdentity, door: Callable[..., Door]) -> None:
+    """And has no proof that it is the leader who says so, since both have keys that the other one lacks."""
+    made = door()
+    with pytest.raises(HostUnproven, match="the cluster key is missing or wrong"):
+        made.join(HostSecurity(cluster_key="another"), identity)
+    assert made.lines == []
+
+
+@given(st.text(max_size=40), st.text(max_size=40), st.booleans())
+def test_a_refusal_is_proven_by_the_key_for_its_own_words_and_meeting_alone(
+    reason: str, other: str, again: bool
+) -> None:
+    meeting = Meeting(KEY, "leader's", "host's", "{}")
+    proof = meeting.refusing(reason, again=again)
+    assert proof == meeting.refusing(reason, again=again)
+    others = [
+        meeting.refusing(reason, again=not again),
+        replace(meeting, security=HostSecurity(cluster_key="another")).refusing(reason, again=again),
+        replace(meeting, hosts="another").refusing(reason, again=again),
+        replace(meeting, leaders="another").refusing(reason, again=again),
+        meeting.proof("leader"),
+        meeting.proof("host"),
+    ]
+    assert proof not in others
+    assert (proof == meeting.refusing(other, again=again)) is (reason == other)
+
+
+@pytest.mark.parametrize(
+    ("says", "told"),
+    [
+        ({"reason": "go away", "again": False, "proof": ""}, "'go away'"),
+        ({"reason": "x" * 9000, "again": False, "proof": "0" * 64}, "xxx"),
+    ],
+)
+def test_a_refusal_of_somebody_without_the_key_is_not_the_leaders(
+    says: Mapping[str, Any], told: str, door: Callable[..., Door]
+) -> None:
+    """Whoever answers in the leader's place while it is away would end its hosts. A log gets little of their words."""
+
+    def refuse(coming: ComingHost) -> None:
+        coming.line.send("refused", says, SECONDS)
+        coming.line.close()
+
+    made = door(decides=refuse)
+    with pytest.raises(HostUnproven, match=told) as raised:
+        made.join(KEY)
+    assert len(str(raised.value)) < 100
+
+
+def test_who_is_put_off_by_somebody_without_the_key_comes_again(door: Callable[..., Door]) -> None:
+    made = door(decides=lambda coming: replace(coming, known=False).refuse("x" * 9000, again=True))
+    with pytest.raises(HostNotYet, match="does not show the cluster key") as raised:
+        made.join(KEY)
+    assert "xxx" not in str(raised.value)
+
+
+def test_a_leader_without_the_key_is_not_joined(door: Callable[..., Door]) -> None:
+    with pytest.raises(HostUnproven, match="the leader asks for no cluster key"):
         door(HostSecurity()).join(KEY)
 
 
-def test_a_leader_that_only_claims_the_key_is_refused_by_the_host(
-    door: Callable[..., Door],
-) -> None:
-    made = door(decides=lambda coming: replace(coming, proof="0" * 64).take())
-    with pytest.raises(HostRefused, match="the leader's cluster key is another one"):
+def test_a_leader_that_only_claims_the_key_is_not_joined(door: Callable[..., Door]) -> None:
+    another = HostSecurity(cluster_key="another")
+    made = door(decides=lambda coming: replace(coming, meeting=replace(coming.meeting, security=another)).take())
+    with pytest.raises(HostUnproven, match="the leader's cluster key is another one"):
         made.join(KEY)
 
 
-def test_a_leader_that_says_what_the_host_said_is_refused_by_the_host() -> None:
+def test_a_leader_that_says_what_the_host_said_is_not_joined() -> None:
     """One without the key has nothing but the host's own proof."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -150,7 +207,7 @@ def test_a_leader_that_says_what_the_host_said_is_refused_by_the_host() -> None:
 
         thread = threading.Thread(target=echo)
         thread.start()
-        with pytest.raises(HostRefused, match="the leader's cluster key is another one"):
+        with pytest.raises(HostUnproven, match="the leader's cluster key is another one"):
             joined("127.0.0.1", listening.getsockname()[1], KEY, OWN, PLACE, SECONDS)
         thread.join()
 
@@ -162,8 +219,8 @@ def test_the_key_and_a_proof_that_was_heard_are_of_no_use_to_others(door: Callab
     with socket.create_connection(("127.0.0.1", made.port)) as stranger:
         line = HostLine(stranger)
         nonce = line.answer("greeting", SECONDS).text("nonce")
-        body = json.dumps({"start": 2, "size": 2, "protocol": 1, "version": "1.2.3", "ranks": 4})
-        heard.append({"nonce": "n", "body": body, "proof": host_door._proof(KEY, "host", nonce, "n", body)})
+        body = json.dumps({"start": 2, "size": 2, "protocol": 2, "version": "1.2.3", "ranks": 4})
+        heard.append({"nonce": "n", "body": body, "proof": Meeting(KEY, nonce, "n", body).proof("host")})
         assert KEY.cluster_key is not None and KEY.cluster_key not in json.dumps(heard)
     with socket.create_connection(("127.0.0.1", made.port)) as stranger:
         line = HostLine(stranger)
@@ -211,6 +268,29 @@ def test_with_certificates_only_those_of_the_authorities_come_in(
     with pytest.raises(HostNotYet):
         made.join(HostSecurity())
     assert len(made.lines) == 1
+
+
+def test_a_key_with_a_password_leaves_no_connection_open(tmp_path: Path) -> None:
+    """A certificate may be renewed so while the service runs: who has connected is not to wait for nothing."""
+    files = Authority().files(tmp_path)
+    form = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    key = serialization.load_pem_private_key(files.key.read_bytes(), None)
+    files.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(ValueError, match="has a password") as joining:
+            joined("127.0.0.1", port, secured(files), OWN, PLACE, SECONDS)
+        connection, _ = listening.accept()
+        with connection:
+            connection.settimeout(SECONDS)
+            assert connection.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            connection, _ = listening.accept()
+            with pytest.raises(ValueError, match="has a password") as greeting:
+                greeted(connection, secured(files), OWN)
+            stranger.settimeout(SECONDS)
+            assert stranger.recv(1) == b""
+    assert joining.value is not greeting.value, "both are held with their frames, so that nobody else closes for them"
 
 
 @given(st.binary(max_size=200))
