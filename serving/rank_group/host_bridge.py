@@ -36,7 +36,6 @@ from serving.expert_parallel.exchange import (
     Rows,
 )
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
-from serving.expert_parallel.surviving import Brought
 from serving.rank_group.host_door import ComingHost, HostRefused, greeted
 from serving.rank_group.host_line import HostGone, HostLine
 from serving.rank_group.host_messages import AwaitHost, HostCame, TakeHost
@@ -191,7 +190,7 @@ class HostBridge:
         self._line = line
         self._kv: MapKV | None = None
         self._layers = 0
-        self._held: Brought | None = None
+        self._experts = 0  # of each layer
         self._exchange: SharedMemoryExchange | None = None
         self._before = ExchangeTraffic()
         self._room = np.zeros(0, dtype=np.uint8)  # of rows that leave
@@ -242,8 +241,9 @@ class HostBridge:
         return KVMapped(None if error is None else str(error))
 
     def hold(self, order: HoldExperts) -> ExpertsHeld:
-        experts, held = order.placements[0].experts, [list(one.slots[order.rank]) for one in order.placements]
-        self._line.send("hold", {"experts": experts, "held": held}, ANSWER_SECONDS)
+        held = [list(one.slots[order.rank]) for one in order.placements]
+        self._layers, self._experts = len(held), order.placements[0].experts
+        self._line.send("hold", {"experts": self._experts, "held": held}, ANSWER_SECONDS)
         word = self._line.answer("held", self.deadline + LOADING_SECONDS)
         if (lost := word.facts.get("lost")) is not None:
             return ExpertsHeld(lost={int(layer): of for layer, of in lost.items()}, reason=word.text("reason"))
@@ -255,12 +255,7 @@ class HostBridge:
         self._line.send("begin", {"number": order.number, "meeting": order.meeting}, ANSWER_SECONDS)
         answer = self._joined(order, self._kv.shape)
         error = self._line.answer("begun", order.meeting + LOADING_SECONDS).facts.get("error")
-        if error is not None:
-            return EpochBegun(str(error))
-        if answer.error is None:
-            self._layers = len(order.placements)
-            self._held = [one.slots[order.rank] for one in order.placements]
-        return answer
+        return answer if error is None else EpochBegun(str(error))
 
     def _joined(self, order: BeginEpoch, shape: ExchangeShape) -> EpochBegun:
         """Of the exchange with the ranks of this host."""
@@ -282,10 +277,13 @@ class HostBridge:
         return EpochBegun()
 
     def end(self) -> EpochEnded:
+        """The experts are those that the host's ranks have: they may have met where the ranks here have not."""
         self.leave()
         self._line.send("end", {}, self.deadline)
-        self._line.answer("ended", self.deadline)
-        return EpochEnded(self._held)
+        held = self._line.answer("ended", self.deadline).lists("held", self._experts - 1)
+        if len(held) != self._layers:
+            raise HostGone(f"it holds experts of {len(held)} layers, of {self._layers}")
+        return EpochEnded(held)
 
     def leave(self) -> None:
         """Take part in no exchange any more: the ranks here find that out at once."""

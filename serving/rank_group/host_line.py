@@ -50,6 +50,16 @@ class HostWord:
             raise HostGone(f"it sends {name} {shown(found)}, which are no seconds of a wait")
         return float(found)
 
+    def lists(self, name: str, most: int) -> list[list[int]]:
+        """Lists of counts from 0 to `most`, none of them empty. Raises HostGone for anything else."""
+        found = self.facts.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, list) and each for each in found):
+            raise HostGone(f"it sends {name} that are no lists of numbers")
+        numbers = (number for each in found for number in each)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= most for n in numbers):
+            raise HostGone(f"it sends {name} that are not all numbers from 0 to {most}")
+        return found
+
     def text(self, name: str) -> str:
         """Raises HostGone for what is no text."""
         found = self.facts.get(name)

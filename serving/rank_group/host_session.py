@@ -219,7 +219,9 @@ class HostSession:
 
     def _hold(self, word: HostWord) -> None:
         experts = word.number("experts", 1 << 15)
-        held = _layers(word.facts.get("held"), experts)
+        held = word.lists("held", experts - 1)
+        if len({len(slots) for slots in held}) != 1:
+            raise HostGone("the leader places experts in a way that makes no sense")
         self._plan = plan = host_plan(held, experts, self._before)
         for number, rank in enumerate(self._ranks, 1):
             rank.ask(HoldExperts(plan.placements, number), self._patience)
@@ -278,7 +280,9 @@ class HostSession:
             rank.ask(EndEpoch(), self._patience)
         held = [rank.answer(EpochEnded, self._patience).held for rank in self._ranks]
         self._before = [before if now is None else now for now, before in zip(held, self._before, strict=True)]
-        self._line.send("ended", {}, ANSWER_SECONDS)
+        layers = zip(*self._before, strict=True)
+        union = [sorted({expert for rank in layer for expert in rank}) for layer in layers]
+        self._line.send("ended", {"held": union}, ANSWER_SECONDS)
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -342,13 +346,3 @@ def _form(given: object) -> CompiledForm | None:
     return CompiledForm(
         form=word.text("form"), wire=word.text("wire"), max_position=word.number("max_position", 1 << 31)
     )
-
-
-def _layers(given: object, experts: int) -> list[list[int]]:
-    """Experts slot by slot of each layer, as many in each. Raises HostGone for what is none."""
-    sound = isinstance(given, list) and all(isinstance(slots, list) and slots for slots in given)
-    if not sound or not isinstance(given, list) or len({len(slots) for slots in given}) != 1:
-        raise HostGone("the leader places experts in a way that makes no sense")
-    if any(not isinstance(expert, int) or not 0 <= expert < experts for slots in given for expert in slots):
-        raise HostGone(f"the leader places experts that are none of {experts}")
-    return given
