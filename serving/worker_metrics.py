@@ -122,7 +122,7 @@ _WORKER_COUNTERS = {
     "expert_bytes_from_hosts": "Bytes that came from them, results and all else",
     "parallel_bytes": "Bytes that ranks of a worker sent each other of the model they share",
     "expert_ranks_lost": "Ranks of a worker that died, or were given up as too late",
-    "expert_ranks_rejoined": "Ranks that were started again and taken in",
+    "expert_ranks_rejoined": "Ranks that have come back and were taken in",
     "expert_steps_repeated": "Steps that were dropped because a rank was lost, and computed again",
     "expert_recovery_seconds": "Time from the beginnings of such steps until the ranks that are left could compute",
     "experts_reloaded": "Experts of a layer that no rank held any more, read again from the checkpoint",

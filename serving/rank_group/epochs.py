@@ -22,6 +22,7 @@ from serving.expert_parallel.exchange import ExchangeUnavailable, RankLost
 from serving.expert_parallel.recovery import VAIN_EPOCHS, RecoveryCounts
 from serving.expert_parallel.surviving import Brought, ExpertsLost
 from serving.rank_group.child import RankProcess
+from serving.rank_group.host_plan import HostPlace
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import (
     BeginEpoch,
@@ -50,12 +51,14 @@ Processes = Mapping[int, RankProcess]
 class GroupEpochs:
     """`others` are the ranks of the present epoch but the leader, by the number that each has for the group's life."""
 
-    def __init__(self, own: EpochMember, rules: Rules, deadline: float) -> None:
-        """`deadline`: seconds that a rank may keep the others waiting."""
+    def __init__(
+        self, own: EpochMember, rules: Rules, deadline: float, hosts: Mapping[int, HostPlace] | None = None
+    ) -> None:
+        """`deadline`: seconds that a rank may keep the others waiting; `hosts` are those that other hosts are."""
         self.own, self.others = own, dict[int, RankProcess]()
         self.counts = RecoveryCounts()
         self.failures: list[str] = []  # of ranks that made a mistake over the step that was dropped last
-        self._rules, self._deadline = rules, deadline
+        self._rules, self._deadline, self._hosts = rules, deadline, hosts or {}
         self._folder = ExitStack()  # of the file by which the present epoch has met
         self._totals: dict[int, RankTotals] = {}
         self._retired = RankTotals()  # of processes that are lost
@@ -198,15 +201,19 @@ class GroupEpochs:
         self.counts.losses += len(lost)
         self.counts.admitted += len(came)
         for rank in lost:
-            log.error(
-                "rank %d is lost (%s): the others go on without it, and it is started again; nothing is to be done"
-                " unless this comes again",
-                rank,
-                why,
-            )
+            self._tell_lost(rank, why)
         for rank in came:
-            log.warning("rank %d has come back: nothing is to be done", rank)
+            log.warning("%s has come back: nothing is to be done", self._called(rank))
         return bool(lost or came)
+
+    def _called(self, rank: int) -> str:
+        return f"the host of {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+    def _tell_lost(self, rank: int, why: str) -> None:
+        what = "it is started again; nothing is to be done unless this comes again"
+        if rank in self._hosts:
+            what = "it is waited for: start it again, unless it is there and joins by itself"
+        log.error("%s is lost (%s): the others go on without it, and %s", self._called(rank), why, what)
 
     # ---- meeting -----------------------------------------------------------------------------------------------
 

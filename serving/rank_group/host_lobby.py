@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from serving.expert_parallel.exchange import RankLost
 from serving.rank_group.child import RankProcess
@@ -27,6 +28,14 @@ PAUSE_SECONDS = 1.0  # before another process waits at the door, where one has e
 Refused = Callable[[HostPlace], str | None]  # why a host cannot have a place
 
 
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """A host that is waited for: it is let in after a pause of so many seconds, at this time of the monotonic clock."""
+
+    pause: float
+    at: float
+
+
 class HostLobby:
     """Of a group of `identity.ranks`, the first `local` of which are on the leader's host."""
 
@@ -36,7 +45,7 @@ class HostLobby:
         self.places: list[HostPlace] = []  # in their order, once all hosts have come
         self._listening, self._security = listening, security
         self._came: dict[HostPlace, RankProcess] = {}  # that nobody has taken yet
-        self._missed: set[HostPlace] = set()
+        self._missed: dict[HostPlace, _Missed] = {}
         self._closing = threading.Event()
         self._door = threading.Lock()  # held by who has a process wait there
 
@@ -77,14 +86,21 @@ class HostLobby:
         """The same, which are the caller's from now on."""
         return [self._taken(place) for place in self.places]
 
-    def again(self, rank: int) -> RankProcess:
+    def again(self, rank: int, pause: float) -> RankProcess:
         """The process that stands for the host which is this rank of the group, once the host has come back.
 
-        Raises RankLost when the group is closing, and OSError.
+        It is let in when `pause` seconds have passed, and is told so before. Raises RankLost when the group is closing.
         """
         place = self.places[rank - self.local]
-        self._missed.add(place)
+        self._missed[place] = _Missed(pause, time.monotonic() + pause)
         log.warning("the host of %s is waited for: start it again, unless it is there and joins by itself", place)
+        if pause:
+            log.warning(
+                "the host of %s was lost soon after it had come, not for the first time: it is let in again in %.1f s"
+                " at the earliest; see what it says before it leaves",
+                place,
+                pause,
+            )
         while place not in self._came:
             if self._closing.is_set():
                 raise RankLost(rank, "the group is closing")
@@ -99,17 +115,26 @@ class HostLobby:
     def _wait_for_any(self, place: HostPlace) -> None:
         """Of the hosts that are missed: others may be so while this thread has the door."""
 
-        def refused(coming: HostPlace) -> str | None:
-            return None if coming in self._missed else f"{coming}: the leader misses no such host at present"
-
         try:
-            found, process = self._let_in(place.start, refused, None)
-        except RankLost as lost:
+            found, process = self._let_in(place.start, self._not_missed, None)
+        except (RankLost, OSError) as error:  # no process, memory or descriptor is left for it
             if not self._closing.wait(PAUSE_SECONDS):
-                log.warning("the process that waits for hosts has ended, another one does so: %s", lost.reason)
+                log.warning("the process that waits for hosts has ended, another one is to do so: %s", error)
             return
-        self._missed.discard(found)
+        del self._missed[found]
         self._came[found] = process
+
+    def _not_missed(self, coming: HostPlace) -> str | None:
+        """Why a host is not let in that says it has been here before."""
+        missed = self._missed.get(coming)
+        if missed is None:
+            return f"{coming}: the leader misses no such host at present"
+        if time.monotonic() >= missed.at:
+            return None
+        return (
+            f"{coming}: lost soon after this host had come, not for the first time; it is let in after a pause of"
+            f" {missed.pause:g} s"
+        )
 
     def _taken(self, place: HostPlace) -> RankProcess:
         process = self._came.pop(place)
@@ -122,6 +147,7 @@ class HostLobby:
         try:
             order = AwaitHost(listening=self._listening.fileno(), identity=self.identity, security=self._security)
             process.ask(order, ANSWER_SECONDS)
+            told: str | None = None
             while True:
                 came = self._heard(process, until)
                 reason = refused(came.place)
@@ -130,7 +156,9 @@ class HostLobby:
                     taken = True
                     log.info("the host at %s has %s of the group", came.where, came.place)
                     return came.place, process
-                log.warning("the host at %s is not taken in: %s", came.where, reason)
+                if reason != told:  # it asks again and again
+                    told = reason
+                    log.warning("the host at %s is not taken in: %s", came.where, reason)
                 process.ask(TakeHost(reason), ANSWER_SECONDS)
         finally:
             if not taken:

@@ -201,7 +201,8 @@ class RankGroup:
         for other in others.values():
             self._mapped(other)
         rules = Rules(origin=placements, most_slots=placements[0].experts, loads=True)
-        self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline)
+        hosts = {} if self.lobby is None else dict(enumerate(self.lobby.places, self._local))
+        self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline, hosts)
         self._epochs.begin(others, MEETING_SECONDS)
         for keeper in self.keepers:
             keeper.start()

@@ -18,15 +18,17 @@ log = logging.getLogger(__name__)
 MOST_RESTARTS = 8  # of processes in a row that ended before they had lasted
 LASTING_SECONDS = 60.0
 FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0  # seconds
+LONGEST_HOST_DELAY = 600.0  # of hosts, which are let in for ever: each time costs the others an epoch
+MOST_DOUBLED = 32  # times, of a delay that is as long as it gets by then
 JOIN_SECONDS = 10.0
 
 
 class RestartDelays:
-    """How long to wait before another process is started: nothing at first, then twice as long each time. Pure."""
+    """How long to wait before there is another process: nothing at first, then twice as long each time. Pure."""
 
-    def __init__(self, most: int | None = MOST_RESTARTS) -> None:
+    def __init__(self, most: int | None = MOST_RESTARTS, longest: float = LONGEST_DELAY) -> None:
         """Of `most` in a row; None: as many as there are."""
-        self._restarts, self._most = 0, most
+        self._restarts, self._most, self._longest = 0, most, longest
 
     def after(self, lasted: float) -> float | None:
         """Seconds, once a process has ended that lasted so many; None where there is to be no other."""
@@ -35,35 +37,35 @@ class RestartDelays:
         if self._restarts == self._most:
             return None
         self._restarts += 1
-        return (
-            0.0
-            if self._restarts == 1
-            else float(min(FIRST_DELAY * 2.0 ** min(self._restarts - 2, MOST_RESTARTS), LONGEST_DELAY))
-        )
+        doubled = min(self._restarts - 2, MOST_DOUBLED)
+        return 0.0 if self._restarts == 1 else min(FIRST_DELAY * 2.0**doubled, self._longest)
 
 
 class RankKeeper:
     """Of one rank, whose first process is given. `prepare` readies another, and raises RankLost or ValueError.
 
-    `start` makes the next process instead of a child, once there is a host for it. Raises OSError and RankLost.
+    `start` makes the next process instead of a child, once a host has come for it: not before so many seconds have
+    passed. Raises RankLost.
     """
 
     def __init__(
         self,
         first: RankProcess,
         prepare: Callable[[RankProcess], None],
-        start: Callable[[int], RankProcess] | None = None,
+        start: Callable[[int, float], RankProcess] | None = None,
     ) -> None:
         self.current = first
         self._prepare, self._start = prepare, start
         self._preparing = False  # by the thread, which alone reads the channel then
         self._offered: RankProcess | None = None
+        self._began = time.monotonic()  # what it is there for: to load may take longer than it lasts then
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """From now on a process that ends is followed by another."""
+        self._began = time.monotonic()
         self._thread = threading.Thread(target=self._keep, name=f"rank-{self.current.rank}", daemon=True)
         self._thread.start()
 
@@ -71,6 +73,8 @@ class RankKeeper:
         """The process that is ready for an epoch, if there is one; it is offered once."""
         with self._lock:
             found, self._offered = self._offered, None
+            if found is not None:  # it may have waited long, and fail its first step
+                self._began = time.monotonic()
         return found
 
     @property
@@ -79,14 +83,15 @@ class RankKeeper:
         return self._offered is not None
 
     def _keep(self) -> None:
-        delays = RestartDelays(MOST_RESTARTS if self._start is None else None)  # hosts come by themselves
-        rank, began = self.current.rank, time.monotonic()
+        delays = RestartDelays() if self._start is None else RestartDelays(None, LONGEST_HOST_DELAY)
+        rank = self.current.rank
         while True:
             status = self.current.process.wait()
-            self.taken()
+            with self._lock:
+                self._offered, lasted = None, time.monotonic() - self._began
             if self._closing.is_set():
                 return
-            delay = delays.after(time.monotonic() - began)
+            delay = delays.after(lasted)
             if delay is None:
                 log.error(
                     "rank %d is not started again, since %d of its processes have ended one soon after the other: see"
@@ -95,20 +100,21 @@ class RankKeeper:
                     MOST_RESTARTS,
                 )
                 return
-            log.warning("rank %d has ended with status %d; it is started again in %.1f s", rank, status, delay)
-            if self._closing.wait(delay):
-                return
-            self._follow(rank)
-            began = time.monotonic()  # of what it is there for: to load may take longer than it lasts then
+            if self._start is None:
+                log.warning("rank %d has ended with status %d; it is started again in %.1f s", rank, status, delay)
+                if self._closing.wait(delay):
+                    return
+            self._follow(rank, delay)
 
-    def _follow(self, rank: int) -> None:
+    def _follow(self, rank: int, delay: float) -> None:
         """Start the next process and offer it when it is ready; one that cannot be made so is ended."""
         if self._closing.is_set():
             return
         try:
-            started = (self._start or RankProcess)(rank)
+            started = RankProcess(rank) if self._start is None else self._start(rank, delay)
         except (OSError, RankLost) as error:  # the host has no process, memory or descriptor left for it
-            log.warning("rank %d is not started: %s", rank, error)
+            log.warning("rank %d does not come back: %s", rank, error)
+            self._closing.wait(FIRST_DELAY)
             return
         with self._lock:
             self.current = started
@@ -124,7 +130,7 @@ class RankKeeper:
         except (RankLost, ValueError) as error:
             log.warning("rank %d is not ready: %s", rank, error)
         with self._lock:
-            self._preparing = False
+            self._preparing, self._began = False, time.monotonic()
             if ready:
                 self._offered = self.current
             else:

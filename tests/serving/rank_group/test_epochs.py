@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +15,7 @@ from serving.expert_parallel.surviving import Brought, Placements
 from serving.model.expert_balance import ExpertPlacement
 from serving.rank_group.child import RankProcess
 from serving.rank_group.epochs import LOADING_SECONDS, GroupEpochs
+from serving.rank_group.host_plan import HostPlace
 from serving.rank_group.member import EpochMember
 from serving.rank_group.messages import BeginEpoch, EndEpoch, EpochBegun, EpochEnded, ExpertsHeld, HoldExperts
 
@@ -124,6 +126,22 @@ def test_a_rank_that_ends_while_others_load_costs_none_of_those(group: tuple[Gro
     assert told.epoch.order == [0, 2]
     assert not ranks[2].owed
     assert not ranks[2].killed
+
+
+def test_a_log_says_what_is_done_about_who_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """A host of ranks is not the leader's to start, and is called by its ranks, not by its number in the group."""
+    rules = Rules(origin=ORIGIN, most_slots=6, loads=True)
+    hosts = {2: HostPlace(2, 4)}
+    told, ranks = GroupEpochs(cast(EpochMember, ToldLeader()), rules, DEADLINE, hosts), {r: ToldRank(r) for r in (1, 2)}
+    told.begin(processes(ranks), DEADLINE)
+    for lost, told_of in ((1, "rank 1 is lost.*it is started again"), (2, "the host of ranks 2 to 5 is lost.*waited")):
+        caplog.clear()
+        ranks[lost].killed = True
+        told.follow(RankLost(lost, "it has ended"), "a loss", 0.0, {})
+        assert re.search(told_of, caplog.text)
+        assert ("started again" in caplog.text) is (lost == 1)
+    told.follow(None, "it has come", 0.0, processes({2: ToldRank(2)}))
+    assert "the host of ranks 2 to 5 has come back" in caplog.text
 
 
 def test_ranks_have_time_to_load_only_where_somebody_loads(group: tuple[GroupEpochs, dict[int, ToldRank]]) -> None:

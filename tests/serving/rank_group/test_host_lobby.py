@@ -66,7 +66,7 @@ def test_hosts_come_in_any_order_have_places_of_their_own_and_come_again(lobby: 
         last.close()
         processes[1].process.wait(SECONDS)
         assert processes[0].process.poll() is None, "one host's end is not another's"
-        again = pool.submit(lobby.again, 3)
+        again = pool.submit(lobby.again, 3, 0.0)
         with pytest.raises(HostNotYet, match="misses no such host"):
             lobby.join(HostPlace(2, 1))
         last = lobby.joined_at_last(LATER)
@@ -88,6 +88,34 @@ def test_a_host_that_is_lost_before_all_have_come_is_waited_for_again(lobby: Lob
         assert all(process.process.poll() is None for process in gathered.result())
         for line in (again, first):
             line.close()
+
+
+def test_a_host_that_is_lost_again_and_again_is_let_in_after_a_pause(
+    lobby: Lobby, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told so, and so is who reads the log of either; once, however often it asks."""
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        lines = [lobby.joined_at_last(place) for place in (HostPlace(2, 1), LATER)]
+        gathered.result()
+        first, last = lobby.handed_over()
+        lines[1].close()
+        last.process.wait(SECONDS)
+        last.channel.close()
+        began, pause = time.monotonic(), 3.0
+        again = pool.submit(lobby.again, 3, pause)
+        with pytest.raises(HostNotYet, match="not for the first time; it is let in after a pause of 3 s"):
+            lobby.join(LATER)
+        line = lobby.joined_at_last(LATER)
+        assert time.monotonic() - began >= pause
+        found = again.result()
+        told = [message for message in caplog.messages if "not for the first time" in message]
+        assert len([message for message in told if "is not taken in" in message]) == 1
+        assert len([message for message in told if "in 3.0 s at the earliest" in message]) == 1
+        for each, process in ((lines[0], first), (line, found)):
+            each.close()
+            process.end(time.monotonic() + SECONDS)
+            process.channel.close()
 
 
 def test_strangers_who_say_nothing_keep_no_host_out(lobby: Lobby) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import count
 from types import SimpleNamespace
 from typing import cast
@@ -16,6 +17,7 @@ from serving.rank_group.restarts import (
     FIRST_DELAY,
     LASTING_SECONDS,
     LONGEST_DELAY,
+    LONGEST_HOST_DELAY,
     MOST_RESTARTS,
     RankKeeper,
     RestartDelays,
@@ -37,8 +39,8 @@ def test_restarts_are_bounded_and_come_later_and_later() -> None:
 
 
 def test_hosts_that_come_by_themselves_are_let_in_as_often_as_they_come() -> None:
-    delays = RestartDelays(None)
-    assert [delays.after(0.0) for _ in range(2000)][-1] == LONGEST_DELAY
+    delays = RestartDelays(None, LONGEST_HOST_DELAY)
+    assert [delays.after(0.0) for _ in range(2000)][-1] == LONGEST_HOST_DELAY
 
 
 class ToldProcess:
@@ -114,6 +116,43 @@ def test_a_long_load_is_no_lasting_process(fails: bool, monkeypatch: pytest.Monk
     assert len(started) == MOST_RESTARTS
     keeper.closing()
     keeper.close(0.0)
+
+
+@pytest.mark.parametrize("lasts", [0.1, 2 * LASTING_SECONDS])
+def test_a_host_that_fails_its_first_step_again_and_again_is_let_in_less_and_less_often(
+    lasts: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long it had waited for that step. One that has computed for a while is let in at once."""
+    clock, pauses, done = [0.0], list[float](), threading.Event()
+    came: list[ToldProcess] = []
+
+    def start(rank: int, pause: float) -> RankProcess:
+        pauses.append(pause)
+        if len(pauses) > 2 * MOST_RESTARTS:
+            done.set()
+            raise RankLost(rank, "the group is closing")
+        came.append(ToldProcess(rank, ended=False))
+        return cast(RankProcess, came[-1])
+
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    keeper = RankKeeper(cast(RankProcess, ToldProcess(2, ended=True)), lambda _: None, start)
+    keeper.start()
+    until = time.monotonic() + JOIN_SECONDS
+    while not done.is_set():
+        assert time.monotonic() < until, "it is not let in again"
+        if keeper.offers:
+            clock[0] += 10 * LASTING_SECONDS  # nobody wants a step
+            found = keeper.taken()
+            clock[0] += lasts
+            cast(ToldProcess, found).ended.set()
+    keeper.closing()
+    keeper.close(0.0)
+    if lasts > LASTING_SECONDS:
+        assert set(pauses) == {0.0}
+    else:
+        assert pauses[:3] == [0.0, FIRST_DELAY, 2 * FIRST_DELAY]
+        assert pauses == sorted(pauses) and pauses[-1] == LONGEST_HOST_DELAY > LONGEST_DELAY
+    assert "started again" not in caplog.text, "nothing is started here"
 
 
 def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
