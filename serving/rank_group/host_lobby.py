@@ -6,6 +6,7 @@ A place that a host has had stays a host's: it may be lost, and come back. It kn
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import threading
@@ -86,10 +87,11 @@ class HostLobby:
         """The same, which are the caller's from now on."""
         return [self._taken(place) for place in self.places]
 
-    def again(self, rank: int, pause: float) -> RankProcess:
+    def again(self, rank: int, pause: float = 0.0, until: float = math.inf) -> RankProcess:
         """The process that stands for the host which is this rank of the group, once the host has come back.
 
-        It is let in when `pause` seconds have passed, and is told so before. Raises RankLost when the group is closing.
+        It is let in when `pause` seconds have passed, and is told so before. Raises RankLost when the group is closing,
+        and at the time `until` of the monotonic clock.
         """
         place = self.places[rank - self.local]
         self._missed[place] = _Missed(pause, time.monotonic() + pause)
@@ -104,21 +106,23 @@ class HostLobby:
         while place not in self._came:
             if self._closing.is_set():
                 raise RankLost(rank, "the group is closing")
+            if time.monotonic() >= until:
+                raise RankLost(rank, f"its host has not come again with {place}: start it, and this worker again")
             if self._door.acquire(timeout=LOOK_SECONDS):
                 try:
                     if place not in self._came:
-                        self._wait_for_any(place)
+                        self._wait_for_any(place, until)
                 finally:
                     self._door.release()
         return self._taken(place)
 
-    def _wait_for_any(self, place: HostPlace) -> None:
+    def _wait_for_any(self, place: HostPlace, until: float) -> None:
         """Of the hosts that are missed: others may be so while this thread has the door."""
 
         try:
-            found, process = self._let_in(place.start, self._not_missed, None)
+            found, process = self._let_in(place.start, self._not_missed, until)
         except (RankLost, OSError) as error:  # no process, memory or descriptor is left for it
-            if not self._closing.wait(PAUSE_SECONDS):
+            if time.monotonic() < until and not self._closing.wait(PAUSE_SECONDS):
                 log.warning("the process that waits for hosts has ended, another one is to do so: %s", error)
             return
         del self._missed[found]
@@ -141,7 +145,7 @@ class HostLobby:
         process.rank = self.local + self.places.index(place)
         return process
 
-    def _let_in(self, label: int, refused: Refused, until: float | None) -> tuple[HostPlace, RankProcess]:
+    def _let_in(self, label: int, refused: Refused, until: float) -> tuple[HostPlace, RankProcess]:
         """The next host, and the process that stands for it. Raises RankLost and OSError."""
         process, taken = RankProcess(label, inherited=(self._listening.fileno(),)), False
         try:
@@ -166,13 +170,13 @@ class HostLobby:
                 process.channel.close()
                 process.process.wait()
 
-    def _heard(self, process: RankProcess, until: float | None) -> HostCame:
+    def _heard(self, process: RankProcess, until: float) -> HostCame:
         poller = select.poll()
         poller.register(process.channel.fileno(), select.POLLIN)
         while not poller.poll(LOOK_SECONDS * 1000):
             if self._closing.is_set():
                 raise RankLost(None, "the group is closing")
-            if until is not None and time.monotonic() >= until:
+            if time.monotonic() >= until:
                 missing = unplaced(list(self._came), self.local, self.identity.ranks)
                 raise RankLost(missing[0], f"no host has come with ranks {', '.join(map(str, missing))}")
         return process.answer(HostCame, ANSWER_SECONDS)

@@ -46,6 +46,7 @@ from serving.rank_group.messages import (
     UsePlanes,
 )
 from serving.rank_group.restarts import RankKeeper
+from serving.rank_group.share import LEADER
 from serving.rank_group.shared_planes import SharedPlanes
 
 log = logging.getLogger(__name__)
@@ -158,8 +159,7 @@ class RankGroup:
 
     def _hosts_come(self, lobby: HostLobby) -> None:
         """Have them load their shares beside the ranks here."""
-        for process in lobby.gather(LOAD_SECONDS):
-            self._load(process)
+        self._ask_each(lobby.gather(LOAD_SECONDS), self._load)
 
     def _load(self, other: RankProcess) -> None:
         assert self._order is not None, "load comes first"
@@ -170,8 +170,41 @@ class RankGroup:
         if self._gathering is not None and self.lobby is not None:
             self._gathering.result()
             self.keepers += (RankKeeper(first, self._prepare, self.lobby.again) for first in self.lobby.handed_over())
-        for other in self.others:
+
+        def load(other: RankProcess) -> None:
+            self._load(other)
             self._loaded(other)
+
+        self._hear_each(self._loaded, load)
+
+    def _ask_each(self, others: Sequence[RankProcess], ask: Callable[[RankProcess], None]) -> None:
+        """Raises RankLost; not of a host, which is heard next, and found out about then."""
+        for other in others:
+            try:
+                ask(other)
+            except RankLost:
+                if other.rank < self._local:
+                    raise
+                other.process.kill()
+
+    def _hear_each(self, hear: Callable[[RankProcess], None], anew: Callable[[RankProcess], None]) -> None:
+        """`hear` all others while there is no epoch; a host that is lost is waited for again, and does all `anew`.
+
+        Raises RankLost, and what these raise.
+        """
+        until = time.monotonic() + LOAD_SECONDS
+        for keeper in self.keepers:
+            does, rank = hear, keeper.current.rank
+            while True:
+                try:
+                    does(keeper.current)
+                    break
+                except RankLost as lost:
+                    if self.lobby is None or rank < self._local:
+                        raise
+                    log.warning("%s, before there is a group", lost)
+                    keeper.current.kill(MEETING_SECONDS)
+                    keeper.current, does = self.lobby.again(rank, until=until), anew
 
     def _loaded(self, other: RankProcess) -> None:
         word = other.answer(ShareLoaded, LOAD_SECONDS)
@@ -195,15 +228,19 @@ class RankGroup:
         """
         self.most_rows, self._compiled = most_rows, compiled
         self._shape = exchange_shape(own.model, placements[0], most_rows)
+        self._ask_each(self.others, self._map_kv)
+        self._hear_each(self._mapped, self._prepare)
         others = {other.rank: other for other in self.others}
-        for other in others.values():
-            self._map_kv(other)
-        for other in others.values():
-            self._mapped(other)
         rules = Rules(origin=placements, most_slots=placements[0].experts, loads=True)
         hosts = {} if self.lobby is None else dict(enumerate(self.lobby.places, self._local))
         self.own, self._epochs = own, GroupEpochs(own, rules, self.deadline, hosts)
-        self._epochs.begin(others, MEETING_SECONDS)
+        try:
+            self._epochs.begin(others, MEETING_SECONDS)
+        except RankLost as lost:
+            if (place := hosts.get(lost.rank or LEADER)) is None:
+                raise
+            reason = f"{lost.reason} (the host of {place}): see what it says, and start this worker again"
+            raise RankLost(lost.rank, reason) from lost
         for keeper in self.keepers:
             keeper.start()
 
@@ -236,7 +273,11 @@ class RankGroup:
         assert self._kv is not None
         word = UsePlanes(self._kv.places(planes))
         for other in self.others:
-            other.say(word, self.deadline)
+            try:
+                other.say(word, self.deadline)
+            except RankLost as lost:
+                log.warning("%s, which the next step finds out about", lost)
+                other.process.kill()
         self._plane_sets.append(word)
         return len(self._plane_sets) - 1
 

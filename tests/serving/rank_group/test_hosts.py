@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,12 @@ import torch
 from serving.forward.forward import EagerForward
 from serving.loader import quantize_at_load
 from serving.loader.loading import load
+from serving.model.decoder import Planes
+from serving.rank_group.child import RankProcess
 from serving.rank_group.host_door import HostSecurity
+from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.leader import SpreadModel
+from serving.rank_group.ranks import LOAD_SECONDS, RankGroup
 from tests.certificates import SERVICE, Authority
 from tests.fakes.stopping import harm
 from tests.serving.model.oracle import build, configs, save
@@ -145,6 +149,80 @@ def pair(
 
 EITHER = pytest.mark.parametrize("pair", [False, pytest.param(True, marks=NEEDS_KERNELS)], indirect=True)
 TORCH = pytest.mark.parametrize("pair", [False], indirect=True)
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["while it loads", "when it has loaded"])
+def test_a_host_that_is_lost_before_there_is_a_group_is_waited_for_again(
+    loaded: bool, mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also one that is lost twice. Nobody has to start the leader anew for it, which may have loaded for minutes."""
+    host = HostProcess(mixtral, port, 4, 2, 2)
+    does, left = (RankGroup._mapped if loaded else RankGroup._loaded), [2, 2]
+
+    def lost_before(group: RankGroup, other: RankProcess) -> None:
+        if other.rank in left:
+            left.remove(other.rank)
+            host.again()
+            other.process.wait(BACK_SECONDS)
+        does(group, other)
+
+    monkeypatch.setattr(RankGroup, does.__name__, lost_before)
+    reference = Side(alone(mixtral))
+    with spread_over_hosts(mixtral, [host], ranks=4, local=2) as spread:
+        group = Side(group_forward(spread))
+        for _ in range(2):
+            group.step(ALL)
+            reference.step(ALL)
+        assert group.tokens == reference.tokens
+        assert (spread.ranks.there, spread.ranks.counts.losses, left) == (4, 0, [])
+        assert spread.ranks.totals.bytes_to_hosts > 0
+    assert caplog.text.count("the host of ranks 2 to 3 is waited for") == 2
+
+
+def test_a_host_that_is_lost_before_the_first_step_is_done_without(
+    mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, tells, left = HostProcess(mixtral, port, 4, 2, 2), RankGroup.use_planes, [2]
+
+    def lost_before(group: RankGroup, planes: Sequence[Planes]) -> int:
+        host.close()
+        if left:
+            group.others[-1].process.wait(BACK_SECONDS)
+            left.clear()
+        return tells(group, planes)
+
+    monkeypatch.setattr(RankGroup, "use_planes", lost_before)
+    reference = Side(alone(mixtral))
+    with spread_over_hosts(mixtral, [host], ranks=4, local=2) as spread:
+        group = Side(group_forward(spread))
+        for _ in range(2):
+            group.step(ALL)
+            reference.step(ALL)
+        assert group.tokens == reference.tokens
+        assert (spread.ranks.there, spread.ranks.counts.losses, spread.ranks.lost) == (2, 1, None)
+
+
+def test_a_host_that_does_not_come_again_before_there_is_a_group_is_told_of(
+    mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, loads, again = HostProcess(mixtral, port, 4, 2, 2), RankGroup._loaded, HostLobby.again
+
+    def lost_before(group: RankGroup, other: RankProcess) -> None:
+        if other.rank == 2:
+            host.close()
+        loads(group, other)
+
+    def not_for_long(lobby: HostLobby, rank: int, *, until: float) -> RankProcess:
+        assert until - time.monotonic() <= LOAD_SECONDS
+        return again(lobby, rank, until=time.monotonic() + 1.0)
+
+    monkeypatch.setattr(RankGroup, "_loaded", lost_before)
+    monkeypatch.setattr(HostLobby, "again", not_for_long)
+    with (
+        pytest.raises(ValueError, match="has not come again with ranks 2 to 3: start it, and this worker again"),
+        spread_over_hosts(mixtral, [host], ranks=4, local=2),
+    ):
+        raise AssertionError("there is no group")
 
 
 @EITHER
