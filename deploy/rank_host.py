@@ -16,6 +16,7 @@ import torch
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.open_doors import check_rank_hosts
 from deploy.runtime.settings import Settings
+from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.worker.model_cache import check_model
 from deploy.worker.rank_hosts import identity_of, security_of
 from serving.checkpoint.hub import resolve
@@ -42,6 +43,7 @@ class RankHost:
 
     def run(self) -> int:
         """Raises ValueError for what cannot be hosted, and for what the leader refuses."""
+        leave_at_once_on_signals("as a host of ranks, which loses nothing")
         settings, hosts = self.settings, self.settings.hosts
         config = settings.model_config
         check_rank_hosts(hosts, settings.cluster, settings.security)

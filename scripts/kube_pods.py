@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Manifest = dict[str, Any]
+PROBES = ("startup", "readiness", "liveness")
 VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
 POD_KEYS = ("containers", "volumes")  # of a pod's spec, those that are passed on
 CONTAINER_KEYS = ("name", "image", "args", "volumeMounts")  # podman would publish ports on this machine
@@ -91,8 +92,8 @@ def _planned(
         address=address,
         manifest={"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec},
         claims=claims,
-        probes={kind: container[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")},
-        ports={port["name"]: port["containerPort"] for port in container["ports"]},
+        probes={kind: container[f"{kind}Probe"]["httpGet"] for kind in PROBES if f"{kind}Probe" in container},
+        ports={port["name"]: port["containerPort"] for port in container.get("ports", ())},
         pre_stop=container["lifecycle"]["preStop"],
         grace=template["spec"]["terminationGracePeriodSeconds"],
     )

@@ -15,15 +15,15 @@ from serving.temporary import remove_temporary_folders
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
-def leave_at_once_on_signals() -> None:
-    """While a model loads nothing has been accepted that could be lost.
+def leave_at_once_on_signals(when: str = "before anything was served") -> None:
+    """While a model loads nothing has been accepted that could be lost. `when` is said of the signal.
 
     As process 1 of a container it would else not hear of SIGTERM, and a load in a thread would hold up Ctrl-C.
     """
 
     def leave(number: int, _: object) -> None:
         try:
-            _say(f"{signal.Signals(number).name} before anything was served: leaving")
+            _say(f"{signal.Signals(number).name} {when}: leaving")
             remove_temporary_folders()
         finally:
             os._exit(0)

@@ -34,6 +34,16 @@ def workloads(manifests: list[Manifest]) -> list[Manifest]:
     return of_kind(manifests, "Deployment", "StatefulSet")
 
 
+def holds_experts(workload: Manifest) -> bool:
+    """Whether it is a host of a worker's ranks, which answers nobody."""
+    return "--headless" in container_of(workload)["args"]
+
+
+def services(manifests: list[Manifest]) -> list[Manifest]:
+    """Workloads that answer somebody."""
+    return [one for one in workloads(manifests) if not holds_experts(one)]
+
+
 def pod_of(manifest: Manifest) -> Manifest:
     spec: Manifest = manifest["spec"]["template"]["spec"]
     return spec

@@ -20,6 +20,12 @@ from tests.deploy.helm.test_manifests import test_no_two_have_one_name_and_all_n
 from tests.deploy.helm.test_manifests import test_pods_leave_after_their_drain as leaves_after_its_drain
 
 
+def spread(**changed: object) -> Manifest:
+    """A group of a worker with two ranks on each of two hosts."""
+    settings = {"data_parallel_size": 4, "enable_expert_parallel": True}
+    return {"name": "moe", "role": "mixed", "hosts": 2, "settings": settings} | changed
+
+
 @RENDERS
 @pytest.mark.parametrize("name", SETS)
 def test_what_is_kept_is_what_the_templates_render(name: str) -> None:
@@ -70,7 +76,15 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "no worker spans several hosts"),
+        ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "a multiple of hosts"),
+        ({"workers": [spread(settings={"data_parallel_size": 4})]}, "enable_expert_parallel: true"),
+        ({"workers": [spread(hosts=3)]}, "a multiple of hosts"),
+        ({"workers": [spread(replicas=2)]}, "groups of their own"),
+        ({"workers": [spread(autoscaling={"enabled": True})]}, "groups of their own"),
+        ({"workers": [spread()], "autoscaler": {"enabled": True, "settings": {"prefill": "1:2"}}}, "of their own"),
+        ({"workers": [spread(name="of-fourteen-ab")]}, "20 letters"),
+        ({"workers": [spread(), {"name": "moe-host-1", "role": "mixed"}]}, "something else"),
+        ({"workers": [{"name": "moe-host-1", "role": "mixed"}, spread()]}, "something else"),
         ({"router": {"settings": {"ssl_cert_reqs": "2"}}}, "kubelet"),
         ({"keys": {"cluster": "a"}}, "cluster without api"),
         ({"ingress": {"enabled": True}}, "hosts: "),

@@ -62,6 +62,18 @@ def test_secrets_are_put_in_and_what_podman_does_not_take_is_told_apart() -> Non
             kubernetes_validate.validate(manifest, KUBERNETES.rsplit(".", 1)[0], strict=True)
 
 
+def test_hosts_of_ranks_have_no_doors_and_find_their_worker() -> None:
+    pods = {pod.component: pod for pod in planned("hosts")}
+    for name in ("moe-host-1", "moe-host-2"):
+        assert not pods[name].probes and not pods[name].ports
+        names = {line["ip"]: line["hostnames"] for line in pods[name].manifest["spec"]["hostAliases"]}
+        assert names[pods["moe"].address] == ["millrace-moe.serving.svc"]
+        assert (
+            "--data-parallel-address=millrace-moe.serving.svc" in pods[name].manifest["spec"]["containers"][0]["args"]
+        )
+    assert f"--data-parallel-address={pods['moe'].address}" in pods["moe"].manifest["spec"]["containers"][0]["args"]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [("a$(X)b", "a1b"), ("$$(X)", "$(X)"), ("$(Y)", "$(Y)"), ("$$$(X)", "$1"), ("5$", "5$")],

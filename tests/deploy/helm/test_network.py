@@ -7,7 +7,17 @@ from collections.abc import Iterator
 import pytest
 
 from tests.deploy.helm.chart import Manifest, render
-from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, golden, of_kind, selects, workloads
+from tests.deploy.helm.manifests import (
+    RENDERS,
+    SETS,
+    component,
+    container_of,
+    golden,
+    of_kind,
+    selects,
+    services,
+    workloads,
+)
 
 MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -36,14 +46,14 @@ def _lets(manifests: list[Manifest], own: Manifest, other: Manifest, port: int, 
 
 def edges(manifests: list[Manifest]) -> Iterator[tuple[Manifest, Manifest, bool]]:
     """All pairs of workloads, and whether the one calls the other's gRPC."""
-    roles = {component(one): container_of(one)["args"][0] for one in workloads(manifests)}
+    roles = {component(one): container_of(one)["args"][0] for one in services(manifests)}
     calls = {("router", role) for role in ("prefill", "decode", "mixed")}
     calls |= {(role, "router") for role in ("prefill", "decode", "mixed", "kvcache")}
     calls |= {(role, "kvcache") for role in ("prefill", "decode", "mixed")}
     calls |= {(giving, taking) for giving in ("prefill", "mixed") for taking in ("decode", "mixed")}
     for one in workloads(manifests):
         for other in workloads(manifests):
-            yield one, other, (roles[component(one)], roles[component(other)]) in calls
+            yield one, other, (roles.get(component(one)), roles.get(component(other))) in calls
 
 
 @RENDERS
@@ -65,7 +75,7 @@ def test_the_network_lets_through_what_services_call_and_nothing_else(name: str)
         assert not reaches(manifests, one, other, 9100)
     stranger = {"spec": {"template": {"metadata": {"labels": {"app": "stranger"}}}}}
     read = [one["spec"] for one in of_kind(manifests, "NetworkPolicy") if one["metadata"]["name"].endswith("-status")]
-    assert [one["ingress"][0]["from"] for one in read] == ([MONITORING] if name == "tls" else [])
+    assert [one["ingress"][0]["from"] for one in read] == ([MONITORING] if name in ("tls", "hosts") else [])
     for workload in workloads(manifests):
         assert not reaches(manifests, stranger, workload, 8100)
         clients = component(workload) == "router" and name not in ("tls", "gateway")

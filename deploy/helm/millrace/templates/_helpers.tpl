@@ -14,6 +14,16 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 
+{{/* Of the pods of several components: (list $ (list "moe" "moe-host-1")). */}}
+{{- define "millrace.selectors" -}}
+{{- $root := index . 0 -}}
+matchLabels:
+  app.kubernetes.io/name: {{ $root.Chart.Name }}
+  app.kubernetes.io/instance: {{ $root.Release.Name }}
+matchExpressions:
+  - {key: app.kubernetes.io/component, operator: In, values: {{ index . 1 | toJson }}}
+{{- end }}
+
 {{- define "millrace.labels" -}}
 {{- $root := index . 0 -}}
 {{ include "millrace.selector" . }}
@@ -32,10 +42,36 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- define "millrace.group" -}}
 {{- $root := index . 0 -}}
 {{- $group := mergeOverwrite (deepCopy $root.Values.workerDefaults) (index . 1) -}}
-{{- if gt (int $group.hosts) 1 -}}
-{{- fail (printf "workers: %s: hosts: %d: the ranks of a worker are processes of one pod; no worker spans several hosts yet" $group.name (int $group.hosts)) -}}
-{{- end -}}
 {{ toYaml $group }}
+{{- end }}
+
+{{/* Of a worker whose ranks are on several hosts, all is as it can be: (list $ group). */}}
+{{- define "millrace.checkHosts" -}}
+{{- $root := index . 0 -}}
+{{- $own := index . 1 -}}
+{{- $hosts := int $own.hosts -}}
+{{- if gt $hosts 1 -}}
+{{- $ranks := int (get $own.settings "data_parallel_size" | default 1) -}}
+{{- if or (ne 0 (mod $ranks $hosts)) (not (get $own.settings "enable_expert_parallel")) -}}
+{{- fail (printf "workers: %s: hosts: %d: each has as many ranks, which hold experts: settings need enable_expert_parallel: true and a data_parallel_size that is a multiple of hosts" $own.name $hosts) -}}
+{{- end -}}
+{{- if or (gt (int $own.replicas) 1) $own.autoscaling.enabled $root.Values.autoscaler.enabled -}}
+{{- fail (printf "workers: %s: hosts: %d: they join one worker, which has replicas: 1 and no autoscaling; more workers are groups of their own" $own.name $hosts) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* How many ranks of a worker each of its hosts has. */}}
+{{- define "millrace.ranksHere" -}}
+{{- div (int .settings.data_parallel_size) (int .hosts) -}}
+{{- end }}
+
+{{/* The names of the hosts of a group beside its worker's own, as a YAML list. */}}
+{{- define "millrace.hosts" -}}
+{{- $own := . }}
+{{- range $number := untilStep 1 (int .hosts) 1 }}
+- {{ printf "%s-host-%d" $own.name $number }}
+{{- end }}
 {{- end }}
 
 {{/* The groups of workers of every generation as a YAML list: each with its defaults, what its generation changes, the
@@ -58,11 +94,18 @@ image and the model, and a name of its own. Those of `base` are called as in the
 {{- if gt (len $name) 20 }}
 {{- fail (printf "generations: %s: the group would be called %s, and pods' names have room for 20 letters of that" $generation $name) -}}
 {{- end }}
-{{- if has $name $names }}
-{{- fail (printf "workers: two groups are called %s: a group is a Deployment of its name; call one of them something else" $name) -}}
+{{- $own = mergeOverwrite $own (dict "name" $name "generation" $generation "image" $image "model" $model) -}}
+{{- include "millrace.checkHosts" (list $ $own) -}}
+{{- range prepend (include "millrace.hosts" $own | fromYamlArray) $name }}
+{{- if gt (len .) 20 }}
+{{- fail (printf "workers: %s: a host of it would be called %s, and pods' names have room for 20 letters of that" $name .) -}}
 {{- end }}
-{{- $names = append $names $name }}
-- {{ mergeOverwrite $own (dict "name" $name "generation" $generation "image" $image "model" $model) | toJson }}
+{{- if has . $names }}
+{{- fail (printf "workers: two groups are called %s: a group is a Deployment of its name; call one of them something else" .) -}}
+{{- end }}
+{{- $names = append $names . }}
+{{- end }}
+- {{ $own | toJson }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -106,22 +149,29 @@ Kubernetes makes one dollar of two. */}}
 the pool writes to disk for up to 20 s. */}}
 {{- define "millrace.grace" -}}
 {{- $root := index . 0 -}}
-{{- $settings := index . 1 -}}
-{{- $drain := 120 -}}
-{{- if hasKey $settings "shutdown_timeout" }}{{ $drain = $settings.shutdown_timeout }}{{ end -}}
-{{- add $root.Values.lifecycle.preStopSeconds (ceil $drain) $root.Values.lifecycle.afterSeconds (ternary 20 0 (eq (index . 2) "kvcache")) -}}
+{{- add $root.Values.lifecycle.preStopSeconds (include "millrace.drain" (index . 1) | int) $root.Values.lifecycle.afterSeconds (ternary 20 0 (eq (index . 2) "kvcache")) -}}
 {{- end }}
 
+{{- define "millrace.drain" -}}
+{{- $drain := 120 -}}
+{{- if hasKey . "shutdown_timeout" }}{{ $drain = .shutdown_timeout }}{{ end -}}
+{{- ceil $drain -}}
+{{- end }}
+
+{{/* Of a pod: how it leaves. Hosts stay until the worker that they are of has drained. */}}
 {{- define "millrace.lifecycle" -}}
-{{- $form := .Values.lifecycle.preStopForm -}}
+{{- $lifecycle := .root.Values.lifecycle -}}
+{{- $seconds := int $lifecycle.preStopSeconds -}}
+{{- if .holds }}{{ $seconds = add $seconds (include "millrace.drain" .own.settings | int) }}{{ end -}}
+{{- $form := $lifecycle.preStopForm -}}
 {{- if eq $form "auto" -}}
-{{- $form = ternary "sleep" "exec" (semverCompare ">=1.30-0" .Capabilities.KubeVersion.Version) -}}
+{{- $form = ternary "sleep" "exec" (semverCompare ">=1.30-0" .root.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
 preStop:
 {{- if eq $form "sleep" }}
-  sleep: {seconds: {{ .Values.lifecycle.preStopSeconds }}}
+  sleep: {seconds: {{ $seconds }}}
 {{- else }}
-  exec: {command: ["sleep", {{ .Values.lifecycle.preStopSeconds | toString | quote }}]}
+  exec: {command: ["sleep", {{ $seconds | toString | quote }}]}
 {{- end }}
 {{- end }}
 

@@ -1,4 +1,5 @@
-{{/* What the pods of all services share. Each is a template of (dict "root" $ "component" … "own" its values). */}}
+{{/* What the pods of all services share. Each is a template of (dict "root" $ "component" … "own" its values);
+`together` are components that are spread over nodes as one, and with `holds` it is a host of a worker's ranks. */}}
 
 {{- define "millrace.podMetadata" -}}
 labels:
@@ -64,9 +65,13 @@ topologySpreadConstraints:
     topologyKey: {{ .topologyKey }}
     whenUnsatisfiable: {{ .whenUnsatisfiable }}
     labelSelector:
+      {{- if $.together }}
+      {{- include "millrace.selectors" (list $.root $.together) | nindent 6 }}
+      {{- else }}
       matchLabels:
         {{- include "millrace.selector" (list $.root $.component) | nindent 8 }}
-    {{- if ne $.component "kvcache" }}
+      {{- end }}
+    {{- if not (or $.together (eq $.component "kvcache")) }}
     matchLabelKeys: [pod-template-hash]
     {{- end }}
 {{- end }}
@@ -82,7 +87,7 @@ securityContext:
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
 lifecycle:
-  {{- include "millrace.lifecycle" .root | nindent 2 }}
+  {{- include "millrace.lifecycle" . | nindent 2 }}
 resources:
   {{- toYaml .own.resources | nindent 2 }}
 {{- end }}
