@@ -26,6 +26,7 @@ from deploy.runtime.settings import (
     NODE_CONFIGS,
     Settings,
     check_heartbeats,
+    check_hosts,
     check_ranks,
     read_settings,
 )
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log_early(parsed.command, given)
         settings = _read(given)
         check_heartbeats(settings.placement)
-        check_hosts(given, settings)
+        _check_hosts(given, settings)
         for role in _roles(given):
             decodes = role is Role.DECODE or parsed.command == Role.MIXED
             check_ranks(settings.engine, settings.model_config.of(role), decodes=decodes)
@@ -232,7 +233,7 @@ def _log_early(command: str, given: Mapping[str, Any]) -> None:
         setup_logging(LogSetup(name=command, role=command, form=JSON))
 
 
-def check_hosts(given: Mapping[str, Any], settings: Settings) -> None:
+def _check_hosts(given: Mapping[str, Any], settings: Settings) -> None:
     """Raises ConfigError for ranks on several hosts that cannot be."""
     if given["command"] == "kvcache":
         return
@@ -240,10 +241,8 @@ def check_hosts(given: Mapping[str, Any], settings: Settings) -> None:
         if settings.hosts.headless:
             raise ConfigError("--headless starts this host's ranks, and --placement services: leave out one of the two")
         return
-    model = settings.model_config
     workers = sum(given.get(role.value, 0) for role in Role) if given["command"] == "serve" else 1
-    spread = model.data_parallel_size > 1 and model.enable_expert_parallel and model.device == "cpu"
-    settings.hosts.check(model.data_parallel_size, spread=spread, balanced=model.enable_eplb, workers=workers)
+    check_hosts(settings.hosts, settings.model_config, workers)
     if settings.hosts.headless and given["command"] == "router":
         raise ConfigError("--headless holds experts, and a router none: `millrace serve MODEL --headless`")
 

@@ -11,13 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy.placement.plan import KVCACHE, READS, ROUTER
+from deploy.placement.plan import KVCACHE, LEADERS, READS, ROUTER
 from serving.messages import Role
 
 FILE = Path(__file__).resolve().parent.parent / "deploy/helm/millrace/values.schema.json"
 # What the chart says itself, from other values; keys belong in a Secret.
 OF_THE_CHART = {"host", "port", "disk", "ssl_certfile", "ssl_keyfile", "api_key", "cluster_key"} | {
-    *("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca", "grpc_tls_server_name")
+    *LEADERS,
+    *("grpc_tls_certfile", "grpc_tls_keyfile", "grpc_tls_ca", "grpc_tls_server_name"),
 }
 WINDOWS = ("scale_up_window", "scale_down_window")
 OF_THE_AUTOSCALER = ("attainment", "scale_up", "scale_down", "cool_down", "interval", *WINDOWS)

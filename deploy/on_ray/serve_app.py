@@ -14,6 +14,7 @@ from deploy.on_ray.cluster import SLACK
 from deploy.on_ray.relay import RouterRelay
 from deploy.on_ray.router_process import RouterProcess
 from deploy.placement.given import check_plan
+from deploy.placement.rank_hosts import refuse_hosts
 from deploy.placement.reader import read_placement
 from serving.config import HttpConfig
 
@@ -41,6 +42,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     text, name = _placement(arguments)
     plan = read_placement(text, name)
     check_plan(plan)
+    refuse_hosts(plan, "Ray")
     if "ssl_certfile" in plan.router.settings:
         raise ValueError("[router] ssl_certfile: Ray Serve has the port, and certificates of its own (http_options)")
     insecure = str(arguments.get("insecure", "false")).lower() in ("1", "true")

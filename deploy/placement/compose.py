@@ -22,6 +22,7 @@ from deploy.placement.image import (
     grace_seconds,
 )
 from deploy.placement.plan import ROUTER, DeploymentPlan, ServiceGroup, flags_of
+from deploy.placement.rank_hosts import hosts_of
 from serving.checkpoint.hub import is_hub_name
 from serving.config import HttpConfig
 from serving.options import names
@@ -70,7 +71,7 @@ def _router(plan: DeploymentPlan, image: ImageSource) -> dict[str, Any]:
     if port == 0:
         raise ValueError("[router] port = 0: a platform has to know the port; name one")
     host = settings.pop("host", "127.0.0.1")  # of the machine; in the container it listens to all of its network
-    published = _published(host)
+    published = _published(host, "[router] host")
     certificate = settings.pop("ssl_certfile", None)
     keys = _keys(settings)
     listens = [f"--host={EVERYWHERE}", f"--port={API_PORT}", f"--grpc-host={EVERYWHERE}", f"--grpc-port={GRPC_PORT}"]
@@ -108,8 +109,15 @@ def _keys(settings: dict[str, Any]) -> list[str]:
 
 def _worker(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource) -> dict[str, Any]:
     reports = [f"--routers={ROUTER_ADDRESS}", f"--grpc-host={EVERYWHERE}"]
-    service = _service(plan, group, image, [group.kind, *_model(plan), *reports, *flags_of(group.settings)])
+    inside, ports = dict(group.settings), list[str]()
+    if (hosts := hosts_of(group)) is not None:
+        address = _published(hosts.data_parallel_address, f"[[workers]] {group.name}: data_parallel_address")
+        ports = [f"{address}:{hosts.data_parallel_rpc_port}:{hosts.data_parallel_rpc_port}"]
+        inside["data_parallel_address"] = EVERYWHERE
+    service = _service(plan, group, image, [group.kind, *_model(plan), *reports, *flags_of(inside)])
     service["environment"] += [f"MILLRACE_METRICS_PORT={STATUS_PORT}", *TO_READERS]
+    if ports:
+        service["ports"] = ports
     if group.count > 1:
         service["deploy"] = {"replicas": group.count}
     return service | {"depends_on": [ROUTER]} | _volumes(_model_volumes(plan))
@@ -166,7 +174,8 @@ def _service(plan: DeploymentPlan, group: ServiceGroup, image: ImageSource, comm
 
 def _insecure(group: ServiceGroup) -> str:
     """Permitted by default, but for what is published elsewhere, and for those who have set up TLS."""
-    host = group.settings.get("host", HttpConfig.host)
+    hosts = hosts_of(group)
+    host = group.settings.get("host", HttpConfig.host) if hosts is None else hosts.data_parallel_address
     closed = not ipaddress.ip_address(host).is_loopback or any(name in group.settings for name in TLS)
     return f"{INSECURE}=${{{INSECURE}:-{int(not closed)}}}"
 
@@ -187,12 +196,12 @@ def _model_volumes(plan: DeploymentPlan) -> list[str]:
     return [f"hub:{HUB}"]
 
 
-def _published(host: str) -> str:
+def _published(host: str, key: str) -> str:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         raise ValueError(
-            f"[router] host = {host!r}: a platform publishes at an address, not a name, such as 127.0.0.1"
+            f"{key} = {host!r}: a platform publishes at an address, not a name, such as 127.0.0.1"
         ) from None
     return f"[{address}]" if address.version == 6 else str(address)
 

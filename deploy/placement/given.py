@@ -11,11 +11,12 @@ from typing import Any
 
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
 from deploy.placement.reader import read_placement
-from deploy.runtime.settings import Settings, check_heartbeats, check_ranks, read_settings
+from deploy.runtime.settings import Settings, check_heartbeats, check_hosts, check_ranks, read_settings
 from serving.config import EngineConfig, ModelConfig, PlacementConfig
 from serving.given_files import read_given_text
 from serving.messages import Role
 from serving.options import ConfigError, build
+from serving.rank_hosts_config import RankHostsConfig
 
 
 def load_placement(path: str) -> DeploymentPlan:
@@ -40,7 +41,7 @@ def placed_settings(given: Mapping[str, Any], plan: DeploymentPlan, group: Servi
     """The settings of a service of this group. Raises ValueError."""
     model = given.get("model") if given.get("model") is not None else plan.model
     settings = read_settings({**given, "model": model}, group.settings)
-    _check(group, settings.engine, settings.model_config, settings.placement)
+    _check(group, settings.engine, settings.model_config, settings.placement, settings.hosts)
     return settings
 
 
@@ -51,13 +52,17 @@ def check_plan(plan: DeploymentPlan) -> None:
     """
     for group in plan.groups:
         engine, model = build(EngineConfig, group.settings, {}, {}), build(ModelConfig, group.settings, {}, {})
-        _check(group, engine, model, build(PlacementConfig, group.settings, {}, {}))
+        hosts = build(RankHostsConfig, group.settings, {}, {})
+        _check(group, engine, model, build(PlacementConfig, group.settings, {}, {}), hosts)
 
 
-def _check(group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placement: PlacementConfig) -> None:
+def _check(
+    group: ServiceGroup, engine: EngineConfig, model: ModelConfig, placement: PlacementConfig, hosts: RankHostsConfig
+) -> None:
     try:
         check_heartbeats(placement)
         if group.kind in list(Role):
             check_ranks(engine, model.of(group.kind), decodes=group.kind != Role.PREFILL)
+            check_hosts(hosts, model.of(group.kind), group.count)
     except (ConfigError, ValueError) as error:
         raise ValueError(f"{group.name}: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from deploy.placement.image import API_PORT, ImageSource, grace_seconds
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from deploy.placement.rank_hosts import OF_HOSTS, pods_of
 from deploy.placement.reservation import processes_of
 from serving.checkpoint.hub import is_hub_name
 from serving.config import HttpConfig, KvCacheConfig, ModelConfig
@@ -113,10 +114,12 @@ def _worker(group: ServiceGroup) -> dict[str, Any]:
     if len(group.name) > LONGEST_NAME:
         raise ValueError(f"name = {group.name!r}: names of pods begin with it; use at most {LONGEST_NAME} letters")
     made: dict[str, Any] = {"name": group.name, "role": group.kind, "replicas": group.count}
+    if (pods := pods_of(group)) > 1:
+        made["hosts"] = pods
     if str(group.settings.get("device", "cpu")).startswith("cuda"):
         model = build(ModelConfig, group.settings, {}, {}).of(group.kind)
         made["resources"] = {"limits": {"nvidia.com/gpu": processes_of(model)}}
-    return made | {"settings": _settings(group)}
+    return made | {"settings": {name: value for name, value in _settings(group).items() if name not in OF_HOSTS}}
 
 
 def _nodes(nodes: ServiceGroup) -> dict[str, Any]:

@@ -27,7 +27,9 @@ HEARTBEATS = ("heartbeat_interval", "heartbeat_timeout")
 EVERYONES = ("shutdown_timeout", "metrics_prefix", *names(LogConfig, SecurityConfig, TracingConfig))
 # What the router itself takes of the model's settings: how the model is shown.
 SHOWN = ("served_model_name", "max_model_len", "generation_config")
-_WORKERS = (*names(ModelConfig, EngineConfig, PoolConfig), *EVERYONES)
+# Of a worker with ranks on other hosts, which are started there by themselves.
+LEADERS = ("data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port")
+_WORKERS = (*names(ModelConfig, EngineConfig, PoolConfig), *LEADERS, *EVERYONES)
 READS: Mapping[str, frozenset[str]] = {
     ROUTER: frozenset({*names(HttpConfig, ServiceConfig, PlacementConfig), *EVERYONES, *SHOWN}),
     **{role.value: frozenset({*_WORKERS, *HEARTBEATS}) for role in Role},

@@ -15,6 +15,7 @@ from typing import Any
 from deploy.placement.helm import cluster_model
 from deploy.placement.image import API_PORT, ImageSource, grace_seconds
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
+from deploy.placement.rank_hosts import refuse_hosts
 from deploy.placement.ray_table import RayReservation
 from deploy.placement.reservation import node_bundle, worker_bundle
 from serving.config import EngineConfig, HttpConfig, ModelConfig
@@ -47,6 +48,7 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
         raise ValueError(f"--image {image.name!r} is no name of an image, such as registry.example.com/millrace:ray")
     if "ssl_certfile" in plan.router.settings:
         raise ValueError("[router] ssl_certfile: Ray Serve has the port; end TLS at the Ingress")
+    refuse_hosts(plan, "Ray")
     if not SERVICE_NAME.fullmatch(plan.ray.name):
         raise ValueError(f"[ray] name = {plan.ray.name!r}: KubeRay wants a letter first, and at most 47 characters")
     if plan.ray.sets > max(group.count for group in plan.groups):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.placement.plan import HEARTBEATS, KVCACHE, READS, ROUTER, DeploymentPlan, ServiceGroup, Values
+from deploy.placement.plan import HEARTBEATS, KVCACHE, LEADERS, READS, ROUTER, DeploymentPlan, ServiceGroup, Values
 from deploy.placement.ray_table import read_ray_table
 from serving.config import (
     ClusterConfig,
@@ -26,6 +26,7 @@ from serving.config import (
 from serving.log_config import LogConfig
 from serving.messages import Role
 from serving.options import ConfigError, build, names
+from serving.rank_hosts_config import RankHostsConfig
 from serving.security_config import SecurityConfig
 from serving.service_config import ServiceConfig
 from serving.tracing_config import TracingConfig
@@ -41,9 +42,11 @@ CONFIGS = (
     LogConfig,
     SecurityConfig,
     TracingConfig,
+    RankHostsConfig,
 )
 CONFIG_OF = {name: config for config in CONFIGS for name in names(config)}
 SECRETS = ("api_key", "cluster_key")
+OF_A_HOST = tuple(name for name in names(RankHostsConfig) if name not in LEADERS)
 GIVEN = tuple(name for name in names(ClusterConfig) if name not in SECRETS)
 COMMON, RAY = "common", "ray"
 TOP = ("model", COMMON, ROUTER, "workers", KVCACHE, RAY)
@@ -162,6 +165,8 @@ def _refusal(key: str, name: str, kind: str, known: frozenset[str], reserved: Se
     """Why a table of this kind may not have the setting; None where it may."""
     if name in SECRETS:
         return f"{key}: keys do not belong in a file: set MILLRACE_{name.upper()} in the environment"
+    if name in OF_A_HOST:
+        return f"{key}: hosts of a worker's ranks are no services: start each there, `millrace serve MODEL --headless`"
     if name in GIVEN:
         return f"{key} follows from the placement: leave it out"
     if kind != COMMON and name in HEARTBEATS:

@@ -85,6 +85,12 @@ def check_ranks(engine: EngineConfig, model: ModelConfig, *, decodes: bool) -> N
     model.eplb()  # wrong words are told before anything is loaded
 
 
+def check_hosts(hosts: RankHostsConfig, model: ModelConfig, workers: int) -> None:
+    """Raises ConfigError for ranks on several hosts that the `workers` which are started here cannot have."""
+    spread = model.data_parallel_size > 1 and model.enable_expert_parallel and model.device == "cpu"
+    hosts.check(model.data_parallel_size, spread=spread, balanced=model.enable_eplb, workers=workers)
+
+
 def check_kernels(engine: EngineConfig, rank_flags: str) -> None:
     """Raises ValueError for kernels that a worker asked for so cannot compute with, which is with torch alone."""
     spread = f"with {rank_flags} a step is computed by torch"

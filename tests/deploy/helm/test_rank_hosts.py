@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.cli import check_hosts
 from deploy.runtime.open_doors import check_rank_hosts
+from deploy.runtime.settings import check_hosts
 from serving.rank_hosts_config import RPC_PORT
 from tests.deploy.helm.chart import NAMESPACE, Manifest, render
 from tests.deploy.helm.manifests import (
@@ -46,10 +46,10 @@ def test_each_rank_is_on_one_host(manifests: list[Manifest]) -> None:
         held += range(start, start + count)
         assert read.model_config == leader.model_config and read.model == leader.model
         assert read.security == leader.security
-        check_hosts({"command": container_of(host)["args"][0]}, read)
+        check_hosts(read.hosts, read.model_config, 1)
         assert host["spec"]["replicas"] == 1
     assert sorted(held) == list(range(ranks)) and leader.model_config.data_parallel_size == ranks
-    check_hosts({"command": "mixed"}, leader)
+    check_hosts(leader.hosts, leader.model_config, 1)
 
 
 def test_hosts_find_their_worker_before_it_is_ready_and_nobody_else_reaches_it_there(manifests: list[Manifest]) -> None:

@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 COMPOSE = REPOSITORY / "deploy/compose"
 PARSER = make_parser()
 WORKERS = "[[workers]]\nrole = 'mixed'\n"
+HOSTED = WORKERS + "data_parallel_size = 4\ndata_parallel_size_local = 2\nenable_expert_parallel = true\n"
 
 
 def rendered(text: str) -> dict[str, Any]:
@@ -93,6 +94,22 @@ def test_without_keys_services_start_where_only_loopback_and_each_other_reach_th
         assert not_by_default in service["environment"] and "--grpc-tls-ca=/tls/ca.crt" in service["command"]
 
 
+def test_hosts_of_a_workers_ranks_reach_it_where_it_is_published() -> None:
+    """On this machine by default; elsewhere, it does not start without a key."""
+    service = rendered(HOSTED)["services"]["mixed"]
+    assert (
+        service["ports"] == ["127.0.0.1:29550:29550"]
+        and "MILLRACE_INSECURE=${MILLRACE_INSECURE:-1}" in (service["environment"])
+    )
+    told = "data_parallel_address = '10.0.0.1'\ndata_parallel_rpc_port = 29551\n"
+    service = rendered(HOSTED + told)["services"]["mixed"]
+    assert service["ports"] == ["10.0.0.1:29551:29551"]
+    assert "MILLRACE_INSECURE=${MILLRACE_INSECURE:-0}" in service["environment"]
+    read = read_settings(vars(PARSER.parse_args(service["command"])))
+    assert (read.hosts.data_parallel_address, read.hosts.data_parallel_rpc_port) == ("0.0.0.0", 29551)
+    assert read.hosts.local(read.model_config.data_parallel_size) == 2
+
+
 def test_a_container_has_as_long_as_its_drain_and_more() -> None:
     services = rendered("[common]\nshutdown_timeout = 7\n" + WORKERS + "shutdown_timeout = 90\n")["services"]
     assert [services[name]["stop_grace_period"] for name in ("router", "mixed")] == ["27s", "110s"]
@@ -136,6 +153,7 @@ def test_a_model_is_found_in_the_containers(model: str, volumes: list[str]) -> N
         (WORKERS + "[router]\nport = 0\n", "name one"),
         (WORKERS + "[router]\nhost = 'localhost'\n", "127.0.0.1"),
         (WORKERS + "[router]\nhost = '1}${HOME}'\n", "127.0.0.1"),
+        (HOSTED + "data_parallel_address = 'leader'\n", r"mixed: data_parallel_address = 'leader'.*127\.0\.0\.1"),
         (WORKERS + "[kvcache]\ndisk = '/a:b'\n", "colon"),
         (WORKERS + "[kvcache]\ndisk = '..'\n", "a path with a slash"),
         (WORKERS + "[kvcache]\ndisk = 'a b'\n", "a path with a slash"),

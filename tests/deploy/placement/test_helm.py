@@ -44,6 +44,17 @@ def test_each_rank_of_a_worker_has_a_gpu(ranks: int) -> None:
     assert worker["resources"] == {"limits": {"nvidia.com/gpu": ranks}}
 
 
+@pytest.mark.parametrize(("local", "hosts"), [("", None), ("4", None), ("2", 2), ("1", 4)])
+def test_pods_share_the_ranks_of_a_worker_that_is_on_several_hosts(local: str, hosts: int | None) -> None:
+    text = "role = 'mixed'\ndata_parallel_size = 4\nenable_expert_parallel = true\ndata_parallel_rpc_port = 7\n"
+    text += f"data_parallel_size_local = {local}\n" if local else ""
+    found = rendered(f"[[workers]]\n{text}")
+    jsonschema.validate(values(found), schema())
+    [worker] = found["workers"]
+    assert worker.get("hosts") == hosts
+    assert worker["settings"] == {"data_parallel_size": 4, "enable_expert_parallel": True}
+
+
 @settings(max_examples=10, deadline=None)
 @given(placements())
 def test_the_chart_takes_the_values_of_every_placement(placed: tuple[dict[str, Any], str]) -> None:
@@ -107,6 +118,7 @@ def test_a_model_of_the_hub_needs_no_claim() -> None:
         ("[router]\ngrpc_tls_ca = 'a'\n" + WORKERS, "a:1", "under .common"),
         (WORKERS + "name = 'mixed-of-a-very-long-name'\n", "a:1", "at most 20"),
         (WORKERS, "a.example:81/b", "neither a tag nor a digest"),
+        (WORKERS + "data_parallel_size = 4\ndata_parallel_size_local = 3\n", "a:1", "share 4 ranks evenly"),
     ],
 )
 def test_what_the_chart_cannot_have_is_told(text: str, image: str, told: str) -> None:

@@ -148,6 +148,7 @@ def test_pods_have_room_and_kubernetes_takes_them(
         (WORKERS, ImageSource(name="a b"), "no name of an image"),
         (WORKERS, ImageSource(name="a", context="."), "--build-context"),
         ("model = './here'\n" + WORKERS, IMAGE, "whole path"),
+        (WORKERS + "data_parallel_size = 2\ndata_parallel_size_local = 1\n", IMAGE, "Ray starts no hosts of ranks"),
     ],
 )
 def test_what_kuberay_cannot_have_is_refused(text: str, image: ImageSource, told: str) -> None:

@@ -10,8 +10,9 @@ import pytest
 from deploy import cli
 from deploy.children import child_specs, node_specs, placed
 from deploy.cli import main
-from deploy.placement.given import placed_settings
+from deploy.placement.given import check_plan, placed_settings
 from deploy.placement.reader import read_placement
+from deploy.runtime.settings import read_settings
 from serving.options import ConfigError
 from tests.deploy.conftest import Started
 
@@ -113,6 +114,33 @@ def test_how_experts_move_is_checked_with_the_group_whose_experts_they_are(tmp_p
     plan, given = started.given["placement"], started.given
     [group] = placed(plan, lambda group: placed_settings(given, plan, group)).workers
     assert group.settings.model_config.eplb() is not None
+
+
+def test_a_worker_of_a_placement_waits_for_hosts_that_are_started_elsewhere(tmp_path: Path, started: Started) -> None:
+    (tmp_path / "ranks.toml").write_text(RANKS + "data_parallel_size_local = 1\ndata_parallel_rpc_port = 7\n")
+    assert main(["serve", "--placement", str(tmp_path / "ranks.toml")]) == 0
+    plan, given = started.given["placement"], started.given
+    [group] = placed(plan, lambda group: placed_settings(given, plan, group)).workers
+    [spec] = child_specs(Path("model"), [group], "127.0.0.1:7")
+    read = read_settings(vars(cli.make_parser().parse_args(spec.arguments)))
+    assert read.hosts == group.settings.hosts
+    assert (read.hosts.local(2), read.hosts.data_parallel_rpc_port) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"{RANKS}count = 2\ndata_parallel_size_local = 1", "2 are to be started"),
+        (f"{RANKS}data_parallel_size_local = 3", "there are 2 ranks"),
+        ("[[workers]]\nrole = 'mixed'\ndata_parallel_size = 2\ndata_parallel_size_local = 1", "hold experts"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused_before_a_worker_is_started(text: str, told: str) -> None:
+    plan = read_placement(text)
+    with pytest.raises(ValueError, match=f"mixed: .*{told}"):
+        placed(plan, lambda group: placed_settings({"placement": plan}, plan, group))
+    with pytest.raises(ValueError, match=told):
+        check_plan(plan)
 
 
 @pytest.mark.parametrize(
