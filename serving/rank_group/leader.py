@@ -18,6 +18,7 @@ from serving.expert_parallel.bounded import StoreUnavailable
 from serving.expert_parallel.exchange import WIRE_DTYPES, ExchangeUnavailable, RankLost
 from serving.expert_parallel.rehosting import ExpertLoader
 from serving.expert_parallel.shared_memory import functions
+from serving.expert_parallel.surviving import ExpertsLost
 from serving.loader.loading import LoadedModel, open_checkpoint
 from serving.loader.rotations import refuse_rotations
 from serving.model.decoder import Planes
@@ -121,7 +122,7 @@ def join_group(
     try:
         ranks.meet(own, placements, max_tokens, compiled)
         return GroupForward(own.computing, planes, ranks)
-    except (RankLost, ExchangeUnavailable, StoreUnavailable) as error:
+    except (RankLost, ExpertsLost, ExchangeUnavailable, StoreUnavailable) as error:
         raise ValueError(f"the ranks of this worker do not come together: {error}") from error
     except (RuntimeError, OSError) as error:  # torch's, and the system's, where there is no such memory
         raise ValueError(

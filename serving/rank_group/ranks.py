@@ -27,6 +27,7 @@ from serving.kvspec import LayerKV
 from serving.model.decoder import Planes
 from serving.rank_group.child import RankProcess
 from serving.rank_group.epochs import GroupEpochs
+from serving.rank_group.gathering import Gathering
 from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.host_plan import of_members
 from serving.rank_group.member import EpochMember
@@ -46,7 +47,6 @@ from serving.rank_group.messages import (
     UsePlanes,
 )
 from serving.rank_group.restarts import RankKeeper
-from serving.rank_group.share import LEADER
 from serving.rank_group.shared_planes import SharedPlanes
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class RankGroup:
         """
         self.configured, self.lobby = ranks, lobby
         self._local = ranks if lobby is None else lobby.local
+        self._before = Gathering(lobby, self._local)
         self.deadline, self.redundant, self.balancing = deadline, redundant, balancing
         self.lost: Exception | None = None
         self.own: EpochMember | None = None  # the leader's part, once it has met the others
@@ -159,7 +160,7 @@ class RankGroup:
 
     def _hosts_come(self, lobby: HostLobby) -> None:
         """Have them load their shares beside the ranks here."""
-        self._ask_each(lobby.gather(LOAD_SECONDS), self._load)
+        self._before.ask_each(lobby.gather(LOAD_SECONDS), self._load)
 
     def _load(self, other: RankProcess) -> None:
         assert self._order is not None, "load comes first"
@@ -175,36 +176,7 @@ class RankGroup:
             self._load(other)
             self._loaded(other)
 
-        self._hear_each(self._loaded, load)
-
-    def _ask_each(self, others: Sequence[RankProcess], ask: Callable[[RankProcess], None]) -> None:
-        """Raises RankLost; not of a host, which is heard next, and found out about then."""
-        for other in others:
-            try:
-                ask(other)
-            except RankLost:
-                if other.rank < self._local:
-                    raise
-                other.process.kill()
-
-    def _hear_each(self, hear: Callable[[RankProcess], None], anew: Callable[[RankProcess], None]) -> None:
-        """`hear` all others while there is no epoch; a host that is lost is waited for again, and does all `anew`.
-
-        Raises RankLost, and what these raise.
-        """
-        until = time.monotonic() + LOAD_SECONDS
-        for keeper in self.keepers:
-            does, rank = hear, keeper.current.rank
-            while True:
-                try:
-                    does(keeper.current)
-                    break
-                except RankLost as lost:
-                    if self.lobby is None or rank < self._local:
-                        raise
-                    log.warning("%s, before there is a group", lost)
-                    keeper.current.kill(MEETING_SECONDS)
-                    keeper.current, does = self.lobby.again(rank, until=until), anew
+        self._before.hear_each(self.keepers, self._loaded, load, LOAD_SECONDS)
 
     def _loaded(self, other: RankProcess) -> None:
         word = other.answer(ShareLoaded, LOAD_SECONDS)
@@ -224,12 +196,13 @@ class RankGroup:
 
         With `compiled` all ranks compute by the compiled kernels, as the leader does.
 
-        Raises RankLost, ValueError, and what `EpochMember.begin` does where the group does not come about.
+        A host that is lost meanwhile is waited for, and done without as the epoch begins. Raises RankLost, ExpertsLost,
+        ValueError, and what `EpochMember.begin` does where the group does not come about.
         """
         self.most_rows, self._compiled = most_rows, compiled
         self._shape = exchange_shape(own.model, placements[0], most_rows)
-        self._ask_each(self.others, self._map_kv)
-        self._hear_each(self._mapped, self._prepare)
+        self._before.ask_each(self.others, self._map_kv)
+        self._before.hear_each(self.keepers, self._mapped, self._prepare, LOAD_SECONDS)
         others = {other.rank: other for other in self.others}
         rules = Rules(origin=placements, most_slots=placements[0].experts, loads=True)
         hosts = {} if self.lobby is None else dict(enumerate(self.lobby.places, self._local))
@@ -237,10 +210,9 @@ class RankGroup:
         try:
             self._epochs.begin(others, MEETING_SECONDS)
         except RankLost as lost:
-            if (place := hosts.get(lost.rank or LEADER)) is None:
+            if lost.rank not in hosts:
                 raise
-            reason = f"{lost.reason} (the host of {place}): see what it says, and start this worker again"
-            raise RankLost(lost.rank, reason) from lost
+            self._epochs.follow(lost, str(lost), time.monotonic(), {})  # as if it had been lost in the first step
         for keeper in self.keepers:
             keeper.start()
 

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ import torch
 from serving.forward.forward import EagerForward
 from serving.loader import quantize_at_load
 from serving.loader.loading import load
-from serving.model.decoder import Planes
 from serving.rank_group.child import RankProcess
+from serving.rank_group.epochs import GroupEpochs
 from serving.rank_group.host_door import HostSecurity
 from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.leader import SpreadModel
@@ -179,19 +179,22 @@ def test_a_host_that_is_lost_before_there_is_a_group_is_waited_for_again(
     assert caplog.text.count("the host of ranks 2 to 3 is waited for") == 2
 
 
+@pytest.mark.parametrize("of", [GroupEpochs, RankGroup], ids=["as the epoch begins", "when it has begun"])
 def test_a_host_that_is_lost_before_the_first_step_is_done_without(
-    mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
+    of: type, mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, tells, left = HostProcess(mixtral, port, 4, 2, 2), RankGroup.use_planes, [2]
+    host, name = HostProcess(mixtral, port, 4, 2, 2), {GroupEpochs: "_begin", RankGroup: "use_planes"}[of]
+    does, left = getattr(of, name), [2]
 
-    def lost_before(group: RankGroup, planes: Sequence[Planes]) -> int:
-        host.close()
+    def lost_before(group: RankGroup | GroupEpochs, told: object) -> object:
         if left:
-            group.others[-1].process.wait(BACK_SECONDS)
+            others = group.others if isinstance(group, RankGroup) else [*group.others.values()]
+            host.close()
+            others[-1].process.wait(BACK_SECONDS)
             left.clear()
-        return tells(group, planes)
+        return does(group, told)
 
-    monkeypatch.setattr(RankGroup, "use_planes", lost_before)
+    monkeypatch.setattr(of, name, lost_before)
     reference = Side(alone(mixtral))
     with spread_over_hosts(mixtral, [host], ranks=4, local=2) as spread:
         group = Side(group_forward(spread))
