@@ -83,6 +83,16 @@ class GroupEpochs:
         """A loss as the exchange tells of it, with the number that the rank has for the group's life."""
         return RankLost(None if lost.rank is None else self.epoch.order[lost.rank], lost.reason)
 
+    def called(self, rank: int) -> str:
+        """As a log calls it: a host by its ranks, since its own number among the members is none of those."""
+        return f"the host of {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+    def told(self, lost: RankLost) -> str:
+        """What a log says of it."""
+        if lost.rank is None or lost.rank not in self._hosts:
+            return str(lost)
+        return f"{self.called(lost.rank)} is lost: {lost.reason}"
+
     def follow(self, lost: RankLost | None, why: str, began: float, admitted: Processes) -> None:
         """End epochs until one begins, at first with those that are `admitted`; what began at `began` is not computed.
 
@@ -102,10 +112,11 @@ class GroupEpochs:
                 vain = 0 if changed else vain + 1
                 if vain == VAIN_EPOCHS:
                     raise
-                missed, why, admitted = again, str(again), {}
+                missed, why, admitted = again, self.told(again), {}
         stalled = time.monotonic() - began
         self.counts.stalled_seconds += stalled
-        log.warning("epoch %d goes on with ranks %s, %.3f s later", self.epoch.number, self.epoch.order, stalled)
+        members = ", ".join(map(self.called, self.epoch.order))
+        log.warning("epoch %d goes on with %s, %.3f s later", self.epoch.number, members, stalled)
 
     # ---- who is left -------------------------------------------------------------------------------------------
 
@@ -179,12 +190,12 @@ class GroupEpochs:
                 other.ask(EndEpoch(), self._deadline)
                 asked.append(other)
             except RankLost as lost:
-                log.warning("%s", lost)
+                log.warning("%s", self.told(lost))
         for other in asked:
             try:
                 found[other.rank] = other.answer(EpochEnded, self._deadline).held
             except RankLost as lost:
-                log.warning("%s", lost)
+                log.warning("%s", self.told(lost))
         return found
 
     def _give_up(self, rank: int) -> None:
@@ -203,17 +214,14 @@ class GroupEpochs:
         for rank in lost:
             self._tell_lost(rank, why)
         for rank in came:
-            log.warning("%s has come back: nothing is to be done", self._called(rank))
+            log.warning("%s has come back: nothing is to be done", self.called(rank))
         return bool(lost or came)
-
-    def _called(self, rank: int) -> str:
-        return f"the host of {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
 
     def _tell_lost(self, rank: int, why: str) -> None:
         what = "it is started again; nothing is to be done unless this comes again"
         if rank in self._hosts:
             what = "it is waited for: start it again, unless it is there and joins by itself"
-        log.error("%s is lost (%s): the others go on without it, and %s", self._called(rank), why, what)
+        log.error("%s is lost (%s): the others go on without it, and %s", self.called(rank), why, what)
 
     # ---- meeting -----------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class Meeting:
         key = self.security.cluster_key
         if key is None:
             return ""
-        words = "\0".join(("millrace-host-2", who, self.leaders, self.hosts, self.body, *said))
+        words = "\0".join(("millrace-host-1", who, self.leaders, self.hosts, self.body, *said))
         return hmac.digest(key.encode(), words.encode("utf-8", "surrogatepass"), "sha256").hex()
 
     def refusing(self, reason: str, *, again: bool) -> str:

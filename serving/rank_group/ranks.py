@@ -212,7 +212,9 @@ class RankGroup:
         except RankLost as lost:
             if lost.rank not in hosts:
                 raise
-            self._epochs.follow(lost, str(lost), time.monotonic(), {})  # as if it had been lost in the first step
+            self._epochs.follow(
+                lost, self._epochs.told(lost), time.monotonic(), {}
+            )  # as if it had been lost in the first step
         for keeper in self.keepers:
             keeper.start()
 
@@ -293,7 +295,8 @@ class RankGroup:
                 log.warning("%s", lost)
         if not ready and not self._unfinished:
             return
-        why = f"ranks {sorted(ready)} have come back" if ready else "the leader has left a step unfinished"
+        came_back = ", ".join(map(self._epochs.called, sorted(ready)))
+        why = f"back in the group: {came_back}" if ready else "the leader has left a step unfinished"
         self._epochs.follow(None, why, began, ready)
         self._epochs.failures = []  # over the step that the leader has left, and raised for itself
         self._unfinished = False
@@ -301,7 +304,7 @@ class RankGroup:
     def _repeat(self, lost: RankLost) -> None:
         """Begin an epoch without whoever is lost. Raises RuntimeError where a rank made a mistake over its rows."""
         assert self._epochs is not None
-        self._epochs.follow(lost, str(lost), self._began, {})
+        self._epochs.follow(lost, self._epochs.told(lost), self._began, {})
         self._unfinished = False
         failures, self._epochs.failures = self._epochs.failures, []
         if failures:

@@ -137,8 +137,10 @@ def test_a_log_says_what_is_done_about_who_is_lost(caplog: pytest.LogCaptureFixt
     for lost, told_of in ((1, "rank 1 is lost.*it is started again"), (2, "the host of ranks 2 to 5 is lost.*waited")):
         caplog.clear()
         ranks[lost].killed = True
-        told.follow(RankLost(lost, "it has ended"), "a loss", 0.0, {})
+        why = RankLost(lost, "it has ended")
+        told.follow(why, told.told(why), 0.0, {})
         assert re.search(told_of, caplog.text)
+        assert "rank 2" not in caplog.text and "ranks [" not in caplog.text
         assert ("started again" in caplog.text) is (lost == 1)
     told.follow(None, "it has come", 0.0, processes({2: ToldRank(2)}))
     assert "the host of ranks 2 to 5 has come back" in caplog.text
