@@ -113,8 +113,8 @@ class RankKeeper:
         try:
             started = RankProcess(rank) if self._start is None else self._start(rank, delay)
         except (OSError, RankLost) as error:  # the host has no process, memory or descriptor left for it
-            log.warning("rank %d does not come back: %s", rank, error)
-            self._closing.wait(FIRST_DELAY)
+            if not self._closing.wait(FIRST_DELAY):
+                log.warning("rank %d does not come back: %s", rank, error)
             return
         with self._lock:
             self.current = started
