@@ -1,7 +1,9 @@
 """What `--headless` runs: a host that holds experts of a worker whose leader is elsewhere, for as long as it is asked.
 
 It joins the leader, and joins it again whenever one of them was lost. A refusal ends it: that of somebody who does not
-show to be the leader only when it has lasted, since they may have come in its place while it is away.
+show to be the leader only when it has lasted, since they may have come in its place while it is away. Told to leave
+while it is in a group it stays as long as its leader needs it, and joins no other: who replaces all pods at once ends
+it while the worker still drains, and starts the next worker when that has gone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.open_doors import check_rank_hosts
 from deploy.runtime.settings import Settings
-from deploy.runtime.signals import leave_at_once_on_signals
+from deploy.runtime.signals import LeavesWhenDone
 from deploy.worker.model_cache import check_model
 from deploy.worker.rank_hosts import identity_of, security_of
 from serving.checkpoint.hub import resolve
@@ -36,15 +38,15 @@ UNPROVEN_SECONDS = 300.0  # that somebody who does not show to be the leader may
 
 
 class RankHost:
-    """`run()` until a signal ends the process, or the leader refuses it; returns the exit code."""
+    """`run()` until a signal ends it, and the leader has gone that it is with; returns the exit code."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def run(self) -> int:
         """Raises ValueError for what cannot be hosted, and for what the leader refuses."""
-        leave_at_once_on_signals("as a host of ranks, which loses nothing")
         settings, hosts = self.settings, self.settings.hosts
+        signals = LeavesWhenDone("as a host of ranks that is in no group", settings.http.shutdown_timeout)
         config = settings.model_config
         check_rank_hosts(hosts, settings.cluster, settings.security)
         use_cores(settings.engine.cpus, settings.engine.threads)
@@ -65,13 +67,16 @@ class RankHost:
         torch.set_num_threads(1)  # its ranks compute
         address, port = hosts.data_parallel_address, hosts.data_parallel_rpc_port
         join = partial(joined, address, port, security_of(settings), identity, place, TAKEN_SECONDS)
-        while True:
+        while not signals.asked:
             session = HostSession(taken_in(join, f"{address}:{port}"), model)
             log.info("%s of the group whose leader is at %s:%d", place, address, port)
             try:
-                log.warning("out of the group: %s", session.serve())
+                with signals.needed():
+                    log.warning("out of the group: %s", session.serve())
             finally:
                 session.close()
+        log.info("told to leave, and out of the group: leaving")
+        return 0
 
 
 def taken_in(join: Callable[[], HostLine], where: str) -> HostLine:

@@ -129,10 +129,11 @@ class Kubelet:
     def end(self, pod: PlannedPod, told: Callable[[], object] = lambda: None) -> tuple[float, int]:
         """As when it is deleted: seconds from then on until it has left, and its exit code (137: it was killed)."""
         began, name = time.monotonic(), self.container(pod)
-        if "sleep" in pod.pre_stop:
-            time.sleep(pod.pre_stop["sleep"]["seconds"])
+        pre_stop = pod.pre_stop or {"sleep": {"seconds": 0}}
+        if "sleep" in pre_stop:
+            time.sleep(pre_stop["sleep"]["seconds"])
         else:
-            podman("exec", name, *pod.pre_stop["exec"]["command"])
+            podman("exec", name, *pre_stop["exec"]["command"])
         told()
         left = pod.grace - (time.monotonic() - began)
         podman("stop", "--time", str(max(0, round(left))), name)

@@ -30,7 +30,7 @@ class PlannedPod:
     claims: tuple[Manifest, ...]
     probes: Mapping[str, Manifest]
     ports: Mapping[str, int]
-    pre_stop: Manifest
+    pre_stop: Manifest | None  # a host of ranks is told at once
     grace: int
 
 
@@ -94,7 +94,7 @@ def _planned(
         claims=claims,
         probes={kind: container[f"{kind}Probe"]["httpGet"] for kind in PROBES if f"{kind}Probe" in container},
         ports={port["name"]: port["containerPort"] for port in container.get("ports", ())},
-        pre_stop=container["lifecycle"]["preStop"],
+        pre_stop=container["lifecycle"]["preStop"] if "lifecycle" in container else None,
         grace=template["spec"]["terminationGracePeriodSeconds"],
     )
 

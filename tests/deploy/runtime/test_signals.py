@@ -91,3 +91,48 @@ def test_it_leaves_no_folder_behind_and_waits_for_no_reader(tmp_path: Path) -> N
         finally:
             process.kill()
     assert list((tmp_path / "memory").iterdir()) == []
+
+
+NEEDED = """
+import sys, time
+from deploy.runtime.signals import LeavesWhenDone
+
+signals = LeavesWhenDone("when nobody needs it", float(sys.argv[1]))
+if sys.argv[2] == "needed":
+    with signals.needed():
+        print("ready", flush=True)
+        while not signals.asked:
+            time.sleep(0.01)
+        print("asked", flush=True)
+        time.sleep(float(sys.argv[3]))
+    print("done", flush=True)
+else:
+    print("ready", flush=True)
+    time.sleep(600)
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "when", "longer", "said", "status"),
+    [
+        ("60", "needed", "0.2", ["asked", "done"], 7),
+        ("inf", "needed", "0.2", ["asked", "done"], 7),
+        ("0.3", "needed", "600", ["asked"], 0),
+        ("0", "needed", "600", [], 0),
+        ("60", "idle", "0", [], 0),
+    ],
+)
+def test_a_process_that_is_needed_leaves_when_it_is_not_or_when_its_time_is_over(
+    seconds: str, when: str, longer: str, said: list[str], status: int
+) -> None:
+    command = [sys.executable, "-c", NEEDED, seconds, when, longer]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGTERM)
+            output, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (output.split(), process.returncode) == (said, status), told
+    assert told.count("SIGTERM") == 1

@@ -327,3 +327,42 @@ def test_ranks_of_a_host_leave_with_it(pair: tuple[SpreadModel, Side, Side, Host
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def until_said(host: HostProcess, words: str) -> None:
+    until = time.monotonic() + BACK_SECONDS
+    while words not in host.log.read_text():
+        assert time.monotonic() < until, host.log.read_text()
+        time.sleep(0.01)
+
+
+@TORCH
+def test_a_host_that_is_told_to_leave_stays_until_its_group_ends_and_joins_no_other(
+    pair: tuple[SpreadModel, Side, Side, HostProcess],
+) -> None:
+    """Who replaces all pods of a worker tells them at once, and starts the next worker when this one has drained."""
+    spread, group, reference, host = pair
+    harm(host.process.pid, signal.SIGTERM)
+    until_said(host, "SIGTERM: leaving when nobody needs it any more, in 120 s at the latest")
+    for _ in range(2):
+        group.step(ALL)
+        reference.step(ALL)
+    assert group.tokens == reference.tokens
+    assert (spread.ranks.there, spread.ranks.counts.losses, host.process.poll()) == (4, 0, None)
+    spread.ranks.close()
+    assert host.process.wait(BACK_SECONDS) == 0
+    assert host.log.read_text().count("of the group whose leader") == 1
+    assert "not in the group yet" not in host.log.read_text().partition("out of the group")[2]
+
+
+@TORCH
+def test_a_host_that_is_told_to_leave_while_it_is_in_no_group_leaves_at_once(
+    pair: tuple[SpreadModel, Side, Side, HostProcess],
+) -> None:
+    spread, _, _, host = pair
+    spread.ranks.close()
+    until_said(host, "out of the group")
+    until_said(host, "nobody answers at")
+    harm(host.process.pid, signal.SIGTERM)
+    assert host.process.wait(BACK_SECONDS) == 0
+    assert "SIGTERM as a host of ranks that is in no group: leaving" in host.log.read_text()

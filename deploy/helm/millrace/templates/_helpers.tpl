@@ -158,11 +158,10 @@ the pool writes to disk for up to 20 s. */}}
 {{- ceil $drain -}}
 {{- end }}
 
-{{/* Of a pod: how it leaves. Hosts stay until the worker that they are of has drained. */}}
+{{/* Of a pod: how it leaves. */}}
 {{- define "millrace.lifecycle" -}}
 {{- $lifecycle := .root.Values.lifecycle -}}
 {{- $seconds := int $lifecycle.preStopSeconds -}}
-{{- if .holds }}{{ $seconds = add $seconds (include "millrace.drain" .own.settings | int) }}{{ end -}}
 {{- $form := $lifecycle.preStopForm -}}
 {{- if eq $form "auto" -}}
 {{- $form = ternary "sleep" "exec" (semverCompare ">=1.30-0" .root.Capabilities.KubeVersion.Version) -}}
@@ -173,6 +172,15 @@ preStop:
 {{- else }}
   exec: {command: ["sleep", {{ $seconds | toString | quote }}]}
 {{- end }}
+{{- end }}
+
+{{/* The settings of a host of ranks, as flags: (list $ settings). Told to leave it stays until its worker has gone, for
+which that has its preStop too, and joins no other. */}}
+{{- define "millrace.hostFlags" -}}
+{{- $root := index . 0 -}}
+{{- $settings := index . 1 -}}
+{{- $stays := add $root.Values.lifecycle.preStopSeconds (include "millrace.drain" $settings | int) -}}
+{{- include "millrace.flags" (mergeOverwrite (deepCopy $settings) (dict "shutdown_timeout" $stays)) -}}
 {{- end }}
 
 {{- define "millrace.keySecret" -}}

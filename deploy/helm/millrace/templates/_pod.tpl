@@ -86,8 +86,10 @@ securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
+{{- if not .holds }}
 lifecycle:
   {{- include "millrace.lifecycle" . | nindent 2 }}
+{{- end }}
 resources:
   {{- toYaml .own.resources | nindent 2 }}
 {{- end }}
