@@ -23,6 +23,7 @@ HOST_PROTOCOL = 2  # grows with every change of what hosts of a group tell each 
 HANDSHAKE_SECONDS = 10.0
 NONCE_BYTES = 32
 WRONG_KEY = "the cluster key is missing or wrong; start every host of the group with the same one"
+OTHER_VERSION = "it proves nothing, as a leader of another version may: all hosts of a group run one version"
 
 
 class HostRefused(Exception):
@@ -182,12 +183,13 @@ def _be_taken(
 
 
 def _refused(word: HostWord, meeting: Meeting) -> Exception:
-    reason, again = word.text("reason"), word.facts.get("again") is True
-    if _equal(word.text("proof"), meeting.refusing(reason, again=again)):
+    reason, again, proof = word.text("reason"), word.facts.get("again") is True, word.facts.get("proof")
+    if _equal(proof if isinstance(proof, str) else "", meeting.refusing(reason, again=again)):
         return HostNotYet(reason) if again else HostRefused(reason)
     if again:
         return HostNotYet("who answers there puts this host off, and does not show the cluster key")
-    return _turned_away(meeting.security, reason if meeting.security.certfile is not None else shown(reason))
+    said = reason if meeting.security.certfile is not None else shown(reason)
+    return _turned_away(meeting.security, said if isinstance(proof, str) else f"{said}; {OTHER_VERSION}")
 
 
 def _turned_away(security: HostSecurity, reason: str) -> HostRefused | HostUnproven:
@@ -205,16 +207,18 @@ def _unlike(body: str, own: HostIdentity) -> str | None:
     theirs = _facts(body)
     if theirs.get("protocol") != own.protocol or theirs.get("version") != own.version:
         return (
-            f"it is millrace {theirs.get('version')} (hosts' protocol {theirs.get('protocol')}), and the leader"
-            f" {own.version} ({own.protocol}): all hosts of a group run one version"
+            f"it is millrace {shown(theirs.get('version'))} (hosts' protocol {shown(theirs.get('protocol'))}), and the"
+            f" leader {own.version!r} ({own.protocol}): all hosts of a group run one version"
         )
     if theirs.get("ranks") != own.ranks:
         return (
-            f"--data-parallel-size is {theirs.get('ranks')} there and {own.ranks} at the leader: give every host of a"
-            " group the same"
+            f"--data-parallel-size is {shown(theirs.get('ranks'))} there and {own.ranks} at the leader: give every host"
+            " of a group the same"
         )
     if theirs.get("dtype") != own.dtype:
-        return f"--dtype is {theirs.get('dtype')} there and {own.dtype} at the leader: give every host the same"
+        return (
+            f"--dtype is {shown(theirs.get('dtype'))} there and {own.dtype!r} at the leader: give every host the same"
+        )
     if theirs.get("model") != own.model:
         return "its model's files are others than the leader's: every host of a group loads the same model"
     return None

@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +108,10 @@ def test_a_host_that_is_taken_and_its_leader_talk(security: HostSecurity, door: 
     ("security", "identity", "told"),
     [
         (HostSecurity(), OWN, "the cluster key is missing or wrong"),
-        (KEY, replace(OWN, version="1.2.4"), r"it is millrace 1\.2\.4 .*the leader 1\.2\.3"),
+        (KEY, replace(OWN, version="1.2.4"), r"it is millrace '1\.2\.4' .*the leader '1\.2\.3'"),
         (KEY, replace(OWN, protocol=99), "protocol 99"),
         (KEY, replace(OWN, ranks=5), "--data-parallel-size is 5 there and 4 at the leader"),
-        (KEY, replace(OWN, dtype="bfloat16"), "--dtype is bfloat16 there and float32 at the leader"),
+        (KEY, replace(OWN, dtype="bfloat16"), "--dtype is 'bfloat16' there and 'float32' at the leader"),
         (KEY, replace(OWN, model="1" * 32), "its model's files are others than the leader's"),
     ],
 )
@@ -173,6 +173,32 @@ def test_a_refusal_of_somebody_without_the_key_is_not_the_leaders(
     with pytest.raises(HostUnproven, match=told) as raised:
         made.join(KEY)
     assert len(str(raised.value)) < 100
+
+
+@pytest.mark.parametrize(
+    "says", [{"reason": "it is millrace 2, and the leader 1", "again": False}, {"reason": "no", "proof": None}], ids=str
+)
+def test_a_refusal_of_a_leader_that_proves_nothing_yet_names_what_to_look_at(
+    says: Mapping[str, Any], door: Callable[..., Door]
+) -> None:
+    """So leaders of the protocol before refuse: a host that asked on for ever would hide why."""
+
+    def refuse(coming: ComingHost) -> None:
+        coming.line.send("refused", says, SECONDS)
+        coming.line.close()
+
+    with pytest.raises(HostUnproven, match=f"'{says['reason']}'; .*all hosts of a group run one version"):
+        door(decides=refuse).join(KEY)
+    with pytest.raises(HostRefused, match=says["reason"]):
+        door(HostSecurity(), refuse).join(HostSecurity())
+
+
+@pytest.mark.parametrize("name", ["version", "protocol", "ranks", "dtype"])
+@pytest.mark.parametrize("said", ["x" * 9000, "line\nafter line", {"x" * 9000: 0}], ids=["long", "lines", "table"])
+def test_a_leaders_log_has_little_of_what_a_host_says(name: str, said: object) -> None:
+    """Without a key anybody may say it."""
+    reason = host_door._unlike(json.dumps(asdict(OWN) | {name: said}), OWN)
+    assert reason is not None and len(reason) < 300 and "\n" not in reason
 
 
 def test_who_is_put_off_by_somebody_without_the_key_comes_again(door: Callable[..., Door]) -> None:
