@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from deploy.placement.rank_hosts import check_ports
 from deploy.placement.reservation import processes_of
 from deploy.runtime.cpu_binding import parse_cpus
 from deploy.runtime.devices import VISIBLE, asked_index, device_of, visible_devices
@@ -50,14 +51,22 @@ def alike(counts: Mapping[Role, int], nodes: int, settings: Settings) -> Childre
 
 
 def placed(plan: DeploymentPlan, settings_of: Callable[[ServiceGroup], Settings]) -> Children:
-    """The workers and nodes of a placement file, each group told what `settings_of` it says."""
+    """The workers and nodes of a placement file, each group told what `settings_of` it says.
+
+    Raises ValueError where two workers would wait for hosts of their ranks at one port.
+    """
     workers = tuple(
         WorkerGroup(name=group.name, role=Role(group.kind), count=group.count, settings=settings_of(group))
         for group in plan.workers
     )
+    check_ports((group.name, group.settings.hosts) for group in workers if _waits_for_hosts(group))
     if plan.nodes is None:
         return Children(workers=workers)
     return Children(workers=workers, nodes=plan.nodes.count, node_settings=settings_of(plan.nodes))
+
+
+def _waits_for_hosts(group: WorkerGroup) -> bool:
+    return group.settings.hosts.spans_hosts(group.settings.model_config.of(group.role).data_parallel_size)
 
 
 def child_specs(path: Path, groups: Sequence[WorkerGroup], router: str) -> list[ChildSpec]:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print it; the process's exit code. Raises ValueError for what the platform cannot have."""
     plan: DeploymentPlan = arguments.placement
-    check_plan(plan)
+    check_plan(plan, apart=arguments.platform == "helm")
     if plan.model is not None and not plan.model.startswith("/") and Path(plan.model).exists():
         raise ValueError(f"model = {plan.model!r} is here: name it by its whole path, or it is looked for at the hub")
     default = RAY_IMAGE if arguments.platform == "ray" else DEMO_IMAGE if plan.model is None else IMAGE

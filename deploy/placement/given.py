@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
+from deploy.placement.rank_hosts import check_ports, hosts_of
 from deploy.placement.reader import read_placement
 from deploy.runtime.settings import Settings, check_heartbeats, check_hosts, check_ranks, read_settings
 from serving.config import EngineConfig, ModelConfig, PlacementConfig
@@ -45,15 +46,18 @@ def placed_settings(given: Mapping[str, Any], plan: DeploymentPlan, group: Servi
     return settings
 
 
-def check_plan(plan: DeploymentPlan) -> None:
+def check_plan(plan: DeploymentPlan, *, apart: bool = False) -> None:
     """Raises ValueError for settings of a group that no service could start with, whatever this machine's environment.
 
-    Each of them alone is right, as the file was read.
+    Each of them alone is right, as the file was read. Workers that are `apart` have an address each.
     """
     for group in plan.groups:
         engine, model = build(EngineConfig, group.settings, {}, {}), build(ModelConfig, group.settings, {}, {})
         hosts = build(RankHostsConfig, group.settings, {}, {})
         _check(group, engine, model, build(PlacementConfig, group.settings, {}, {}), hosts)
+    if not apart:
+        waiting = ((group.name, hosts_of(group)) for group in plan.workers)
+        check_ports((name, hosts) for name, hosts in waiting if hosts is not None)
 
 
 def _check(

@@ -116,6 +116,12 @@ def _worker(group: ServiceGroup) -> dict[str, Any]:
     made: dict[str, Any] = {"name": group.name, "role": group.kind, "replicas": group.count}
     if (pods := pods_of(group)) > 1:
         made["hosts"] = pods
+        longest = LONGEST_NAME - len(f"-host-{pods - 1}")
+        if len(group.name) > longest:
+            raise ValueError(
+                f"name = {group.name!r}: pods of its hosts are called {group.name}-host-{pods - 1}, and have room for"
+                f" {LONGEST_NAME} letters; use at most {longest}"
+            )
     if str(group.settings.get("device", "cpu")).startswith("cuda"):
         model = build(ModelConfig, group.settings, {}, {}).of(group.kind)
         made["resources"] = {"limits": {"nvidia.com/gpu": processes_of(model)}}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deploy.placement.plan import DeploymentPlan, ServiceGroup
+from deploy.runtime.addresses import EVERYWHERE
 from serving.config import ModelConfig
 from serving.messages import Role
 from serving.options import build, names
@@ -31,6 +34,21 @@ def pods_of(group: ServiceGroup) -> int:
             f"{group.name}: data_parallel_size_local = {here}: pods share {ranks} ranks evenly; give it a divisor"
         )
     return ranks // here
+
+
+def check_ports(waiting: Iterable[tuple[str, RankHostsConfig]]) -> None:
+    """Of workers on one machine that wait for hosts, by name. Raises ValueError where two would listen at one port."""
+    found: list[tuple[str, RankHostsConfig]] = []
+    for name, hosts in waiting:
+        port, address = hosts.data_parallel_rpc_port, hosts.data_parallel_address
+        for other, theirs in found:
+            addresses = {address, theirs.data_parallel_address}
+            if port == theirs.data_parallel_rpc_port and (len(addresses) == 1 or not addresses.isdisjoint(EVERYWHERE)):
+                raise ValueError(
+                    f"{other} and {name} both wait for hosts at data_parallel_rpc_port = {port} of {address}: give each"
+                    " a port of its own"
+                )
+        found.append((name, hosts))
 
 
 def refuse_hosts(plan: DeploymentPlan, platform: str) -> None:

@@ -22,6 +22,7 @@ from tests.deploy.helm.manifests import PARSER, component, container_of, golden,
 from tests.deploy.placement.test_reader import placements
 
 WORKERS = "[[workers]]\nrole = 'mixed'\n"
+SPREAD = "data_parallel_size = 4\ndata_parallel_size_local = 2\nenable_expert_parallel = true\n"
 IMAGE = ImageSource(name="registry.example.com:5000/millrace:1.0")
 PLACEMENT = HERE / "placement.toml"
 
@@ -118,6 +119,8 @@ def test_a_model_of_the_hub_needs_no_claim() -> None:
         ("[router]\ngrpc_tls_ca = 'a'\n" + WORKERS, "a:1", "under .common"),
         (WORKERS + "name = 'mixed-of-a-very-long-name'\n", "a:1", "at most 20"),
         (WORKERS, "a.example:81/b", "neither a tag nor a digest"),
+        (f"{WORKERS}name = '{'m' * 14}'\n{SPREAD}", "a:1", "letters; use at most 13"),
+        (f"{WORKERS}name = '{'m' * 13}'\n{SPREAD.replace('= 4', '= 22')}", "a:1", "-host-10, .* use at most 12"),
         (WORKERS + "data_parallel_size = 4\ndata_parallel_size_local = 3\n", "a:1", "share 4 ranks evenly"),
     ],
 )

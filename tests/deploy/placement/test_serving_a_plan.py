@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,34 @@ def test_hosts_that_cannot_be_are_refused_before_a_worker_is_started(text: str, 
         placed(plan, lambda group: placed_settings({"placement": plan}, plan, group))
     with pytest.raises(ValueError, match=told):
         check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "refused"),
+    [
+        ("", "", True),
+        ("data_parallel_address = '10.0.0.1'", "data_parallel_address = '0.0.0.0'", True),
+        ("data_parallel_address = '10.0.0.1'", "data_parallel_address = '10.0.0.2'", False),
+        ("data_parallel_rpc_port = 7", "", False),
+        ("data_parallel_rpc_port = 7", "data_parallel_rpc_port = 7", True),
+        ("data_parallel_size_local = 2", "", False),
+    ],
+)
+def test_two_workers_that_wait_for_hosts_at_one_port_are_refused(one: str, other: str, refused: bool) -> None:
+    """On this machine the second could not listen, and in Compose not publish it; pods have an address each."""
+    text = "".join(
+        f"{RANKS}name = '{name}'\n{'' if 'local' in more else 'data_parallel_size_local = 1'}\n{more}\n"
+        for name, more in (("one", one), ("two", other))
+    )
+    plan = read_placement(text)
+    check_plan(plan, apart=True)
+    for check in (
+        lambda: check_plan(plan),
+        lambda: placed(plan, lambda group: placed_settings({"placement": plan}, plan, group)),
+    ):
+        told = pytest.raises(ValueError, match=r"one and two both wait .*data_parallel_rpc_port")
+        with told if refused else nullcontext():
+            check()
 
 
 @pytest.mark.parametrize(
