@@ -19,11 +19,12 @@ from tests.deploy.helm.manifests import RENDERS, SETS, component, container_of, 
 from tests.deploy.helm.test_manifests import test_no_two_have_one_name_and_all_names_are_labels as names_are_labels
 from tests.deploy.helm.test_manifests import test_pods_leave_after_their_drain as leaves_after_its_drain
 
+SPREAD = {"data_parallel_size": 4, "enable_expert_parallel": True}
+
 
 def spread(**changed: object) -> Manifest:
     """A group of a worker with two ranks on each of two hosts."""
-    settings = {"data_parallel_size": 4, "enable_expert_parallel": True}
-    return {"name": "moe", "role": "mixed", "hosts": 2, "settings": settings} | changed
+    return {"name": "moe", "role": "mixed", "hosts": 2, "settings": SPREAD} | changed
 
 
 @RENDERS
@@ -78,6 +79,11 @@ def test_the_schema_refuses(changed: Manifest, told: str) -> None:
     [
         ({"workers": [{"name": "wide", "role": "mixed", "hosts": 2}]}, "a multiple of hosts"),
         ({"workers": [spread(settings={"data_parallel_size": 4})]}, "enable_expert_parallel: true"),
+        ({"workers": [spread(settings=SPREAD | {"enable_expert_parallel": "false"})]}, "enable_expert_parallel: true"),
+        ({"workers": [spread(settings=SPREAD | {"enable_expert_parallel": "true"})]}, "enable_expert_parallel: true"),
+        ({"workers": [spread(settings=SPREAD | {"enable_eplb": True})]}, "nor enable_eplb"),
+        ({"workers": [spread(settings=SPREAD | {"device": "cuda"})]}, "another device"),
+        ({"workers": [spread()], "generations": {"base": {"settings": {"device": "cuda:0"}}}}, "another device"),
         ({"workers": [spread(hosts=3)]}, "a multiple of hosts"),
         ({"workers": [spread(replicas=2)]}, "groups of their own"),
         ({"workers": [spread(autoscaling={"enabled": True})]}, "groups of their own"),

@@ -52,8 +52,11 @@ helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version }}
 {{- $hosts := int $own.hosts -}}
 {{- if gt $hosts 1 -}}
 {{- $ranks := int (get $own.settings "data_parallel_size" | default 1) -}}
-{{- if or (ne 0 (mod $ranks $hosts)) (not (get $own.settings "enable_expert_parallel")) -}}
+{{- if or (ne 0 (mod $ranks $hosts)) (ne "true" (get $own.settings "enable_expert_parallel" | toJson)) -}}
 {{- fail (printf "workers: %s: hosts: %d: each has as many ranks, which hold experts: settings need enable_expert_parallel: true and a data_parallel_size that is a multiple of hosts" $own.name $hosts) -}}
+{{- end -}}
+{{- if or (get $own.settings "enable_eplb") (ne "cpu" (get $own.settings "device" | default "cpu" | toString)) -}}
+{{- fail (printf "workers: %s: hosts: %d: ranks on several hosts compute on CPUs, and move no experts between them: settings have neither another device nor enable_eplb" $own.name $hosts) -}}
 {{- end -}}
 {{- if or (gt (int $own.replicas) 1) $own.autoscaling.enabled $root.Values.autoscaler.enabled -}}
 {{- fail (printf "workers: %s: hosts: %d: they join one worker, which has replicas: 1 and no autoscaling; more workers are groups of their own" $own.name $hosts) -}}
