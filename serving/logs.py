@@ -140,6 +140,12 @@ def setup_helper(environ: Mapping[str, str]) -> None:
     setup_logging(LogSetup(**json.loads(given)) if given else LogSetup())
 
 
+def set_part(part: str) -> None:
+    """What lines of this helper process call it from now on, beside the name of the one that has started it."""
+    setup = _formatter[0].setup
+    _formatter[0].setup = replace(setup, name=f"{setup.name.rpartition('/')[0] or setup.name}/{part}")
+
+
 def bare_line(text: str) -> bytes:
     """A line for standard error where logging cannot be used: its locks may be held, or it has not begun."""
     formatter = _formatter[0]

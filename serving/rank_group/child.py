@@ -32,6 +32,7 @@ class RankLine:
 
     def __init__(self, rank: int, pid: int, channel: Channel) -> None:
         self.rank, self.pid, self.channel = rank, pid, channel
+        self.called = f"rank {rank}"  # as a log calls it
         self.owed = 0  # answers that are still to come
 
     def say(self, word: object, seconds: float) -> None:
@@ -93,9 +94,17 @@ class RankProcess(RankLine):
     """
 
     def __init__(
-        self, rank: int, environ: Mapping[str, str] | None = None, lanes: int = 0, inherited: Sequence[int] = ()
+        self,
+        rank: int,
+        environ: Mapping[str, str] | None = None,
+        lanes: int = 0,
+        inherited: Sequence[int] = (),
+        part: str | None = None,
     ) -> None:
-        """`environ` is told beside what every helper needs; descriptors that are `inherited` keep their numbers."""
+        """`environ` is told beside what every helper needs; descriptors that are `inherited` keep their numbers.
+
+        It logs as this `part` of the process here, by default as its rank.
+        """
         with ExitStack() as undone, ExitStack() as theirs:
             ours, sockets = [], []
             for _ in range(1 + lanes):
@@ -103,7 +112,7 @@ class RankProcess(RankLine):
                 undone.callback(channel.close)
                 ours.append(channel)
                 sockets.append(theirs.enter_context(other))
-            self.process = _started(rank, environ or {}, sockets, inherited)
+            self.process = _started(part or f"rank-{rank}", environ or {}, sockets, inherited)
             channel, *beside = ours
             super().__init__(rank, self.process.pid, channel)
             self.lanes = [RankLine(rank, self.process.pid, one) for one in beside]
@@ -134,14 +143,14 @@ class RankProcess(RankLine):
 
 
 def _started(
-    rank: int, environ: Mapping[str, str], theirs: Sequence[socket.socket], inherited: Sequence[int]
+    part: str, environ: Mapping[str, str], theirs: Sequence[socket.socket], inherited: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
     channel, *lanes = (one.fileno() for one in theirs)
     return subprocess.Popen(  # noqa: S603 - our own module
         [*module_command(RANK_MODULE), *map(str, (channel, os.getpid(), *lanes))],
         pass_fds=(channel, *lanes, *inherited),
-        env=helper_environ(os.environ) | known | dict(environ) | handed_down(f"rank-{rank}"),
+        env=helper_environ(os.environ) | known | dict(environ) | handed_down(part),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
     )

@@ -177,7 +177,7 @@ class GroupEpochs:
         if isinstance(word, StepDone):
             self.heard(rank, word.totals)
         if isinstance(word, StepFailed):
-            self.failures.append(f"rank {rank}: {word.error}")
+            self.failures.append(f"{self.called(rank)}: {word.error}")
         missed = word.lost if isinstance(word, StepDropped) else None
         lost = frozenset() if missed is None else frozenset([self.epoch.order[missed]]) - {LEADER}
         return {} if other.owed else {rank: Report(step=0, lost=lost)}

@@ -97,7 +97,7 @@ class Gathering:
         assert self._lobby is not None, "hosts come by a lobby"
         rank = keeper.current.rank
         while True:
-            log.warning("%s, before there is a group", lost)
+            log.warning("%s is lost, before there is a group: %s", keeper.current.called, lost.reason)
             keeper.current.kill(ENDING_SECONDS)
             keeper.current = self._lobby.again(rank, until=until)
             try:

@@ -36,9 +36,11 @@ from serving.expert_parallel.exchange import (
     Rows,
 )
 from serving.expert_parallel.shared_memory import SharedMemoryExchange
+from serving.logs import set_part
 from serving.rank_group.host_door import ComingHost, HostRefused, greeted
-from serving.rank_group.host_line import HostGone, HostLine
+from serving.rank_group.host_line import HostGone, HostLine, ToldOnce, peer_of
 from serving.rank_group.host_messages import AwaitHost, HostCame, TakeHost
+from serving.rank_group.host_plan import HostPlace
 from serving.rank_group.loading import ANSWER_SECONDS
 from serving.rank_group.member import NEVER_ENDS
 from serving.rank_group.messages import (
@@ -74,7 +76,8 @@ NO_ROWS = np.zeros(0, dtype=np.uint8)
 def serve_bridge(channel: Channel, order: AwaitHost) -> None:
     """Let a host in, and stand for it until it is lost or the leader closes the channel. Raises ChannelClosed."""
     with socket.socket(fileno=order.listening) as listening:
-        line = _admitted(channel, order, listening)
+        place, line = _admitted(channel, order, listening)
+    set_part(str(place).replace(" ", "-"))
     bridge = HostBridge(line)
     try:
         while line.ready((channel.fileno(),)) is False:
@@ -82,11 +85,11 @@ def serve_bridge(channel: Channel, order: AwaitHost) -> None:
             if answer is not None:
                 channel.send(answer, ANSWER_SECONDS)
             if isinstance(answer, EpochBegun) and answer.error is not None and not answer.lost:
-                log.error("this host of ranks leaves: %s", answer.error)
+                log.error("the host of %s leaves: %s", place, answer.error)
                 return
         line.answer("nothing", ACCEPT_SECONDS)  # what it says unasked is why it is lost
     except HostGone as gone:
-        log.error("this host of ranks is lost: %s", gone)
+        log.error("the host of %s is lost: %s", place, gone)
     finally:
         bridge.leave()
         channel.close()
@@ -136,12 +139,16 @@ def _refuse_all(coming: queue.SimpleQueue[ComingHost]) -> None:
                 host.refuse("another host has come first", again=True)
 
 
-def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> HostLine:
-    """The first host that the leader takes. Strangers are spoken to side by side, so that none keeps others waiting."""
+def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> tuple[HostPlace, HostLine]:
+    """The first host that the leader takes, and its place.
+
+    Strangers are spoken to side by side, so that none keeps others waiting.
+    """
     coming: queue.SimpleQueue[ComingHost] = queue.SimpleQueue()
-    done, strangers = threading.Event(), Strangers()
+    done, strangers, told = threading.Event(), Strangers(), ToldOnce()
 
     def greet(connection: socket.socket) -> None:
+        peer = peer_of(connection)
         try:
             with strangers.among(connection):
                 host = greeted(connection, order.security, order.identity)
@@ -149,7 +156,9 @@ def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> H
             if done.is_set():
                 _refuse_all(coming)
         except (HostRefused, HostGone, OSError, ValueError) as error:  # a certificate's key that has a password now
-            log.warning("a host is not taken in: %s", error)
+            address = peer.rpartition(":")[0] or peer  # each connection has a port of its own
+            if told.is_new((address, str(error).replace(peer, address))):
+                log.warning("the host at %s is not taken in: %s", peer, error)
 
     def accept() -> None:
         listening.settimeout(ACCEPT_SECONDS)
@@ -160,7 +169,8 @@ def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> H
             except TimeoutError:
                 continue
             except (OSError, RuntimeError) as error:  # no descriptor, no thread left
-                log.warning("a host is not spoken to: %s", error)
+                if told.is_new(str(error)):
+                    log.warning("a host is not spoken to: %s", error)
                 done.wait(ACCEPT_SECONDS)
 
     accepting = threading.Thread(target=accept, name="door", daemon=True)
@@ -175,10 +185,10 @@ def _admitted(channel: Channel, order: AwaitHost, listening: socket.socket) -> H
                 accepting.join()
                 strangers.leave()
                 _refuse_all(coming)
-                return host.take()
+                return host.place, host.take()
             host.refuse(word.refused, again=True)
         except HostGone as gone:
-            log.warning("a host has left as it was taken in: %s", gone)
+            log.warning("the host of %s has left as it was taken in: %s", host.place, gone)
             if done.is_set():
                 raise
 

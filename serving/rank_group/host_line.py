@@ -10,8 +10,9 @@ import select
 import socket
 import ssl
 import struct
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ MOST_SECONDS = 24 * 3600.0
 TOGETHER = 1 << 16  # bytes that are copied to leave in one piece
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}  # of a peer whose host is gone: 15 s
 MOST_SHOWN = 80  # characters of what somebody sends that a log has
+MOST_TOLD = 256  # things that are not said again
 
 
 class HostGone(Exception):
@@ -75,7 +77,7 @@ class HostLine:
         self.connection = connection
         self.sent = self.received = 0
         self.trusted = False  # once the other has shown who they are
-        self.where = _where(connection)
+        self.where = peer_of(connection)
 
     def send(self, kind: str, facts: Mapping[str, Any], seconds: float, parts: Sequence[memoryview] = ()) -> None:
         """`parts` are bytes. Raises HostGone."""
@@ -169,7 +171,8 @@ def settle(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _where(connection: socket.socket) -> str:
+def peer_of(connection: socket.socket) -> str:
+    """Where the other end is, as HOST:PORT or [HOST]:PORT."""
     try:
         host, port, *_ = connection.getpeername()
     except (OSError, ValueError):
@@ -180,6 +183,24 @@ def _where(connection: socket.socket) -> str:
 def shown(found: object) -> str:
     """What somebody sends, as a log may have it."""
     return f"{found!r:.{MOST_SHOWN}}" if isinstance(found, str | int | float | None) else type(found).__name__
+
+
+class ToldOnce:
+    """What a log has of those who come again and again: each thing once, of the last MOST_TOLD. For any threads."""
+
+    def __init__(self) -> None:
+        self._told: dict[Hashable, None] = {}
+        self._lock = threading.Lock()
+
+    def is_new(self, what: Hashable) -> bool:
+        """From now on it is not."""
+        with self._lock:
+            if what in self._told:
+                return False
+            if len(self._told) == MOST_TOLD:
+                del self._told[next(iter(self._told))]
+            self._told[what] = None
+            return True
 
 
 def _told(error: OSError) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from serving.expert_parallel.exchange import RankLost
 from serving.rank_group.child import RankProcess
 from serving.rank_group.host_door import HostIdentity, HostSecurity
+from serving.rank_group.host_line import ToldOnce
 from serving.rank_group.host_messages import AwaitHost, HostCame, TakeHost
 from serving.rank_group.host_plan import HostPlace, refusal, unplaced
 
@@ -147,21 +148,20 @@ class HostLobby:
 
     def _let_in(self, label: int, refused: Refused, until: float) -> tuple[HostPlace, RankProcess]:
         """The next host, and the process that stands for it. Raises RankLost and OSError."""
-        process, taken = RankProcess(label, inherited=(self._listening.fileno(),)), False
+        process, taken = RankProcess(label, inherited=(self._listening.fileno(),), part="door"), False
         try:
             order = AwaitHost(listening=self._listening.fileno(), identity=self.identity, security=self._security)
             process.ask(order, ANSWER_SECONDS)
-            told: str | None = None
+            told = ToldOnce()
             while True:
                 came = self._heard(process, until)
                 reason = refused(came.place)
                 if reason is None:
                     process.say(TakeHost(), ANSWER_SECONDS)
-                    taken = True
+                    taken, process.called = True, f"the host of {came.place}"
                     log.info("the host at %s has %s of the group", came.where, came.place)
                     return came.place, process
-                if reason != told:  # it asks again and again
-                    told = reason
+                if told.is_new((came.place, reason)):  # it asks again and again
                     log.warning("the host at %s is not taken in: %s", came.where, reason)
                 process.ask(TakeHost(reason), ANSWER_SECONDS)
         finally:

@@ -181,8 +181,8 @@ class RankGroup:
     def _loaded(self, other: RankProcess) -> None:
         word = other.answer(ShareLoaded, LOAD_SECONDS)
         if word.error is not None:
-            raise ValueError(f"rank {other.rank}: {word.error}")
-        log.info("rank %d holds %.0f MB of weights", other.rank, word.weight_bytes / 1e6)
+            raise ValueError(f"{other.called}: {word.error}")
+        log.info("%s holds %.0f MB of weights", other.called, word.weight_bytes / 1e6)
 
     def share_planes(self, specs: Sequence[LayerKV], num_blocks: int, block_size: int) -> list[Planes]:
         """KV planes that every rank will map."""
@@ -233,7 +233,7 @@ class RankGroup:
     def _mapped(self, other: RankProcess) -> None:
         word = other.answer(KVMapped, LOAD_SECONDS)  # it packs its share, if kernels compute it
         if word.error is not None:
-            raise ValueError(f"rank {other.rank}: {word.error}")
+            raise ValueError(f"{other.called}: {word.error}")
 
     def _prepare(self, other: RankProcess) -> None:
         """Of a process that takes the place of one that has ended, all that comes before an epoch."""
@@ -250,7 +250,7 @@ class RankGroup:
             try:
                 other.say(word, self.deadline)
             except RankLost as lost:
-                log.warning("%s, which the next step finds out about", lost)
+                log.warning("%s is lost, which the next step finds out about: %s", other.called, lost.reason)
                 other.process.kill()
         self._plane_sets.append(word)
         return len(self._plane_sets) - 1
@@ -292,7 +292,7 @@ class RankGroup:
                     process.say(word, self.deadline)
                 ready[rank] = process
             except RankLost as lost:  # its keeper starts the next
-                log.warning("%s", lost)
+                log.warning("%s is lost again: %s", process.called, lost.reason)
         if not ready and not self._unfinished:
             return
         came_back = ", ".join(map(self._epochs.called, sorted(ready)))
@@ -343,7 +343,7 @@ class RankGroup:
         if isinstance(word, StepDropped):
             raise self._epochs.named(RankLost(word.lost, word.reason))
         if isinstance(word, StepFailed):
-            self._epochs.failures.append(f"rank {other.rank}: {word.error}")
+            self._epochs.failures.append(f"{other.called}: {word.error}")
             raise RankLost(None, "a rank made a mistake")
         assert isinstance(word, StepDone) and word.number == self._steps, f"rank {other.rank} says {word!r}"
         self._epochs.heard(other.rank, word.totals)

@@ -114,7 +114,7 @@ class RankKeeper:
             started = RankProcess(rank) if self._start is None else self._start(rank, delay)
         except (OSError, RankLost) as error:  # the host has no process, memory or descriptor left for it
             if not self._closing.wait(FIRST_DELAY):
-                log.warning("rank %d does not come back: %s", rank, error)
+                log.warning("%s does not come back: %s", self.current.called, _why(error))
             return
         with self._lock:
             self.current = started
@@ -128,7 +128,7 @@ class RankKeeper:
             self._prepare(self.current)
             ready = True
         except (RankLost, ValueError) as error:
-            log.warning("rank %d is not ready: %s", rank, error)
+            log.warning("%s is not ready: %s", self.current.called, _why(error))
         with self._lock:
             self._preparing, self._began = False, time.monotonic()
             if ready:
@@ -151,3 +151,7 @@ class RankKeeper:
         self.current.end(until)
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
+
+
+def _why(error: Exception) -> str:
+    return error.reason if isinstance(error, RankLost) else str(error)

@@ -174,7 +174,9 @@ def test_a_chart_without_prestop_would_be_noticed(tmp_path: Path) -> None:
     changed = tmp_path / chart.CHART.name
     shutil.copytree(chart.CHART, changed)
     partial = changed / "templates/_pod.tpl"
-    partial.write_text(without(partial.read_text(), "{{- if not .holds }}\nlifecycle:\n", "resources:\n  {{- toYaml .own"))
+    partial.write_text(
+        without(partial.read_text(), "{{- if not .holds }}\nlifecycle:\n", "resources:\n  {{- toYaml .own")
+    )
     rendered = chart.render({}, changed)[0]
     assert rendered != golden("default")
     with pytest.raises(KeyError, match="lifecycle"):

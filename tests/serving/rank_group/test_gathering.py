@@ -30,6 +30,7 @@ class ToldProcess:
 
     def __init__(self, rank: int, number: int = 1) -> None:
         self.rank, self.number, self.ended = rank, number, False
+        self.called = f"rank {rank}" if rank < LOCAL else f"the host of rank {10 * rank}"
         self.process = SimpleNamespace(poll=lambda: 1 if self.ended else None, kill=self.end)
 
     def end(self) -> None:
@@ -87,13 +88,14 @@ def heard(log: list[tuple[int, str]], what: str) -> Callable[[RankProcess], None
 
 
 def test_a_host_that_is_lost_is_asked_anew_when_it_has_come_again(
-    gathering: Gathering, lobby: ToldLobby, keepers: list[RankKeeper]
+    gathering: Gathering, lobby: ToldLobby, keepers: list[RankKeeper], caplog: pytest.LogCaptureFixture
 ) -> None:
     log: list[tuple[int, str]] = []
     told(keepers[2]).end()
     gathering.hear_each(keepers, heard(log, "heard"), heard(log, "anew"), SECONDS)
     assert log == [(1, "heard"), (2, "heard"), (3, "anew")]
     assert [told(keeper).number for keeper in keepers] == [1, 1, 2] and lobby.came == [3]
+    assert caplog.messages == ["the host of rank 30 is lost, before there is a group: it has ended"]
 
 
 def test_a_host_that_is_lost_once_it_has_been_heard_is_waited_for_too(

@@ -6,13 +6,14 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from serving.expert_parallel.exchange import RankLost
 from serving.rank_group.host_bridge import MOST_STRANGERS
-from serving.rank_group.host_door import HostIdentity, HostNotYet, HostSecurity, joined
-from serving.rank_group.host_line import HostLine
+from serving.rank_group.host_door import HostIdentity, HostNotYet, HostSecurity, HostUnproven, joined
+from serving.rank_group.host_line import MOST_TOLD, HostLine, ToldOnce
 from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.host_plan import HostPlace
 
@@ -20,6 +21,7 @@ OWN = HostIdentity(version="1", model="0" * 32, dtype="float32", ranks=4)
 KEY = HostSecurity(cluster_key="the key")
 SECONDS = 120.0  # that a busy machine may need to start a process
 LATER = HostPlace(3, 1)
+TIMES = 4  # that those ask who are not to come in, of as many as they like
 
 
 class Lobby(HostLobby):
@@ -143,3 +145,57 @@ def test_nobody_waits_for_hosts_of_a_group_that_closes(lobby: Lobby) -> None:
 def test_hosts_are_waited_for_no_longer_than_is_said(lobby: Lobby) -> None:
     with pytest.raises(RankLost, match="no host has come with ranks 2, 3"):
         lobby.gather(0.1)
+
+
+def test_hosts_that_ask_in_turn_are_told_of_once_each(lobby: Lobby, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        for _ in range(TIMES):
+            for place in (HostPlace(1, 1), HostPlace(3, 5)):
+                with pytest.raises(HostNotYet):
+                    lobby.join(place)
+        lobby.close()
+        with suppress(RankLost):
+            gathered.result()
+    assert len([message for message in caplog.messages if "is not taken in" in message]) == 2
+
+
+def test_strangers_are_told_of_once_with_their_address(lobby: Lobby, capfd: pytest.CaptureFixture[str]) -> None:
+    """A host with a wrong key asks every five seconds, and those who only look whether somebody listens do so too."""
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        for _ in range(TIMES):
+            with pytest.raises(HostUnproven):
+                joined("127.0.0.1", lobby.port, HostSecurity(cluster_key="another"), OWN, LATER, SECONDS)
+            with socket.create_connection(("127.0.0.1", lobby.port)) as looking:
+                HostLine(looking).answer("greeting", SECONDS)
+        lobby.joined_at_last(LATER).close()  # after them
+        lobby.close()
+        with suppress(RankLost):
+            gathered.result()
+    told = [line for line in capfd.readouterr().err.splitlines() if "is not taken in" in line]
+    assert len(told) == 2 and all("/door" in line and "the host at 127.0.0.1:" in line for line in told), told
+    assert sorted("cluster key" in line for line in told) == [False, True]
+
+
+def test_what_is_told_is_remembered_up_to_a_bound() -> None:
+    told = ToldOnce()
+    assert [told.is_new(number % 2) for number in range(TIMES)] == [True, True, False, False]
+    assert all(told.is_new(("another", number)) for number in range(MOST_TOLD))
+    assert not told.is_new(("another", 0)) and told.is_new(0), "the oldest is forgotten"
+    assert len(told._told) == MOST_TOLD
+
+
+def test_logs_call_a_host_by_its_ranks(lobby: Lobby, capfd: pytest.CaptureFixture[str]) -> None:
+    """And not by what was missing when its process began to wait: that of rank 3 comes first here."""
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(lobby.gather, SECONDS)
+        lines = [lobby.joined_at_last(place) for place in (LATER, HostPlace(2, 1))]
+        first, last = gathered.result()
+        assert [first.called, last.called] == ["the host of rank 2", "the host of rank 3"]
+        for line, process in zip(lines, (last, first), strict=True):
+            line.close()
+            process.process.wait(SECONDS)
+    told = [line for line in capfd.readouterr().err.splitlines() if "is lost: " in line]
+    for line, rank in zip(told, (3, 2), strict=True):
+        assert f"rank-{rank} " in line and f"the host of rank {rank} is lost" in line, told

@@ -47,7 +47,7 @@ class ToldProcess:
     """A rank's process that has ended, or ends when it is told to."""
 
     def __init__(self, rank: int, *, ended: bool) -> None:
-        self.rank, self.ended = rank, threading.Event()
+        self.rank, self.ended, self.called = rank, threading.Event(), f"rank {rank}"
         self.process = SimpleNamespace(wait=self._wait, kill=self.ended.set)
         self.channel = SimpleNamespace(close=self.ended.set)
         if ended:
