@@ -205,6 +205,33 @@ def test_a_host_that_is_lost_before_the_first_step_is_done_without(
         assert (spread.ranks.there, spread.ranks.counts.losses, spread.ranks.lost) == (2, 1, None)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("stage", ["_hold", "_begin"])
+def test_of_two_hosts_any_that_are_lost_as_the_first_epoch_begins_are_done_without(
+    stage: str, lost: list[int], mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = [HostProcess(mixtral, port, 4, start, 1) for start in (2, 3)]
+    does, left = getattr(GroupEpochs, stage), list(lost)
+
+    def lost_before(group: GroupEpochs, told: object) -> object:
+        while left:
+            number = left.pop()
+            hosts[number].close()
+            group.others[2 + number].process.wait(BACK_SECONDS)
+        return does(group, told)
+
+    monkeypatch.setattr(GroupEpochs, stage, lost_before)
+    reference = Side(alone(mixtral))
+    with spread_over_hosts(mixtral, hosts, ranks=4, local=2) as spread:
+        group = Side(group_forward(spread))
+        for _ in range(2):
+            group.step(ALL)
+            reference.step(ALL)
+        assert group.tokens == reference.tokens
+        assert (spread.ranks.there, spread.ranks.lost) == (4 - len(lost), None)
+
+
 def test_a_host_that_does_not_come_again_before_there_is_a_group_is_told_of(
     mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
