@@ -36,7 +36,7 @@ class Claim:
     kind: object = None
     service_class: str = ""  # for those who count what waits
     charge: int | None = None  # tokens that its tenant is charged for the place; None: `tokens`
-    pressing: Callable[[], bool] = lambda: True  # False once others give their room to it no more
+    pressing: Callable[[], bool] | None = None  # True while others give their room to it; None: they never do
 
 
 class Ticket:
@@ -75,6 +75,10 @@ class _Failed:
             return False
         found = self._least.get(claim.kind)
         return found is not None and claim.tokens >= found[0] and claim.priority >= found[1]
+
+
+def _presses(claim: Claim) -> bool:
+    return claim.pressing is not None and claim.pressing()
 
 
 class AdmissionQueue:
@@ -148,7 +152,7 @@ class AdmissionQueue:
             self._passed[ticket] = None
             claim, self._window = ticket.claim, 1
             if not self._missed(ticket):
-                (self._failed if claim.pressing() else self._failed_calm).add(claim)
+                (self._failed if _presses(claim) else self._failed_calm).add(claim)
         if not found:
             self._look_again(ticket)
         if ticket.looked is not None and not ticket.looked.done():
@@ -263,7 +267,7 @@ class AdmissionQueue:
 
     def _kept_back(self, claim: Claim) -> bool:
         """True if there was no place in this round for one that asks for the same and at most as much."""
-        return self._failed.keep_back(claim) or (self._failed_calm.keep_back(claim) and not claim.pressing())
+        return self._failed.keep_back(claim) or (self._failed_calm.keep_back(claim) and not _presses(claim))
 
     async def _run(self) -> None:
         """Round after round, while requests wait: those that may look for a place, then wait for a change."""

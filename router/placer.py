@@ -116,8 +116,8 @@ class Placer:
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         kind = build, tpot_bin(state), single, known
         charge = 0 if state.charged == len(state.generated) else state.tokens  # it has brought nothing since
-        made = Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge)
-        return replace(made, pressing=lambda: state.pressing(self.fleet.clock()))
+        pressing = (lambda: state.pressing(self.fleet.clock())) if state.generated or request.slo.ttft_ms else None
+        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge, pressing)
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""
