@@ -47,7 +47,7 @@ def giving_way(order: LeaseOrder, leases: Iterable[Lease], blocks: int, now: flo
             break
     else:
         return []
-    for lease in found[:-1]:
+    for lease in found[-2::-1]:
         if freed - lease.seq.reserved >= blocks:
             found.remove(lease)
             freed -= lease.seq.reserved

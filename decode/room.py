@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from decode.giving_way import giving_way, late
+from decode.giving_way import giving_way, late, pressing
 from decode.leases import Lease, LeaseTable
 from decode.tpot_bound import LeaseBound
 from decode.turns import RouterTurns
@@ -51,8 +51,8 @@ class DecodeRoom:
             return self._hold_new(order, session)
         except NoRoom as error:
             self.not_granted[error.code or "blocks"] += 1
-            if error.code in (None, SEQUENCES) and not late(order):  # others may be given room that it may not
-                self.turns.refused(session, self.context.engine.clock())
+            if error.code in (None, SEQUENCES):
+                self.turns.refused(session, self.context.engine.clock(), late=late(order))
             raise
 
     def _hold_new(self, order: LeaseOrder, session: str) -> SequenceState:
@@ -63,7 +63,8 @@ class DecodeRoom:
         if full and not leaving:
             raise NoRoom(f"{name} holds {held} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, [lease.seq for lease in leases], now)
-        if self.turns.claimed and self.turns.others_first(session, self.table.by_session(), now):
+        held_by, presses = self.table.by_session, pressing(order)
+        if self.turns.claimed and self.turns.others_first(session, held_by(), now, pressing=presses):
             raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
         seq = self.hold(order, self.wanted(), new=True)
         if full and len(leases) == held:

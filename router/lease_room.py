@@ -83,7 +83,7 @@ class _Refused:
     """What a worker has refused since a heartbeat: the fewest tokens, by what was wanting, pressing ones and others."""
 
     heard: float
-    tokens: dict[tuple[int | None, bool], int] = field(default_factory=dict)
+    least: dict[tuple[int | None, bool], tuple[int, int]] = field(default_factory=dict)  # tokens, and priority
 
 
 class LeaseRoom:
@@ -99,26 +99,23 @@ class LeaseRoom:
     def to_ask(self, state: RequestState, able: Sequence[Candidate], overtaken: int, now: float) -> list[Candidate]:
         """Of those able to decode. `overtaken`: so many smaller requests that came later have found room before it.
 
-        One that is not pressing finds no room where others do; for one that is late none is kept.
+        One that is not pressing finds no room where others do.
         """
         room = [worker for worker in able if not worker.full]
-        if state.late(now):
-            self.kept.release(state)
-        elif overtaken >= MOST_OVERTAKEN:
+        if overtaken >= MOST_OVERTAKEN:
             self.kept.keep(state, able)
         if len(self.kept):
-            room = [worker for worker in room if not self.kept.bars(worker.status.instance, state)]
+            room = [worker for worker in room if not self.kept.bars(worker.status.instance, state, now)]
         if len(room) <= MOST_ASKED or not len(self.full):
             return room
-        bin_, tokens, pressing = tpot_bin(state), state.tokens, state.pressing(now)
-        return [
-            each for each in room if not self.full.refuses(each.status.instance, each.made_at, bin_, tokens, pressing)
-        ]
+        asked = tpot_bin(state), state.tokens, state.pressing(now), state.request.priority
+        return [each for each in room if not self.full.refuses(each.status.instance, each.made_at, *asked)]
 
     def refused(self, worker: Candidate, state: RequestState, error: NoRoom, *, pressing: bool = True) -> None:
         """The worker had no room for the request, which was `pressing` or not."""
         bin_ = tpot_bin(state) if error.code == "tpot" else None
-        self.full.refused(worker.status.instance, worker.made_at, bin_, state.tokens, pressing)
+        asked = bin_, state.tokens, pressing, state.request.priority
+        self.full.refused(worker.status.instance, worker.made_at, *asked)
 
     def forget(self, instance: str) -> None:
         """A lease there has ended."""
@@ -142,17 +139,22 @@ class FullWorkers:
     def __len__(self) -> int:
         return len(self._refused)
 
-    def refused(self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True) -> None:
-        """It had no room for so many tokens of a request that was `pressing`, or was not."""
+    def refused(
+        self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True, priority: int = 0
+    ) -> None:
+        """It had no room for so many tokens of a request of this priority, which was `pressing` or not."""
         known = self._refused.get(instance)
         if known is None or known.heard != heard:
             known = self._refused[instance] = _Refused(heard)
             if len(self._refused) > MOST_REMEMBERED:
                 del self._refused[next(iter(self._refused))]  # long gone, or soon known again
-        known.tokens[bin_, pressing] = min(tokens, known.tokens.get((bin_, pressing), tokens))
+        least, most_important = known.least.get((bin_, pressing), (tokens, priority))
+        known.least[bin_, pressing] = min(tokens, least), min(priority, most_important)
 
-    def refuses(self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True) -> bool:
-        """True if it has refused as much since it was heard, of a pressing request where this is one."""
+    def refuses(
+        self, instance: str, heard: float, bin_: int | None, tokens: int, pressing: bool = True, priority: int = 0
+    ) -> bool:
+        """True if it has refused as much since it was heard, as important, and pressing where this request is."""
         known = self._refused.get(instance)
         if known is None:
             return False
@@ -160,7 +162,8 @@ class FullWorkers:
             del self._refused[instance]
             return False
         ways = [(wanting, was) for wanting in {None, bin_} for was in {True, pressing}]
-        return any(tokens >= known.tokens.get(way, tokens + 1) for way in ways)
+        found = [known.least[way] for way in ways if way in known.least]
+        return any(tokens >= least and priority >= most_important for least, most_important in found)
 
     def forget(self, instance: str) -> None:
         """It may have room again, or is gone."""
@@ -197,10 +200,15 @@ class KeptWorkers:
             del self._kept[instance]
         return bool(mine)
 
-    def bars(self, instance: str, state: RequestState) -> bool:
-        """True if the worker is kept for another request that is no less important."""
+    def bars(self, instance: str, state: RequestState, now: float) -> bool:
+        """True if the worker is kept for another request that is no less important.
+
+        What is kept for a late one others may have who are pressing: late ones give them theirs.
+        """
         other = self._kept.get(instance)
         if other is None or other is state or state.generated:
+            return False
+        if other.late(now) and state.pressing(now):
             return False
         return state.request.priority >= other.request.priority
 

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from serving.logs import bare_line
 from serving.temporary import remove_temporary_folders
@@ -66,8 +66,9 @@ class LeavesWhenDone:
             _leave(f"{name} {self._when}")
         if not self.asked:  # a timer and no thread, a lock of which may be held by whom the signal interrupts
             self.asked = True
-            _say(f"{name}: leaving when nobody needs it any more, in {self._seconds:g} s at the latest")
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            with suppress(OSError, ValueError):  # nobody may read any more what it says
+                _say(f"{name}: leaving when nobody needs it any more, in {self._seconds:g} s at the latest")
 
 
 def _say(line: str) -> None:

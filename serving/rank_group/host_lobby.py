@@ -111,7 +111,7 @@ class HostLobby:
                 raise RankLost(rank, f"its host has not come again with {place}: start it, and this worker again")
             if self._door.acquire(timeout=LOOK_SECONDS):
                 try:
-                    if place not in self._came:
+                    if place not in self._came and not self._closing.is_set():
                         self._wait_for_any(place, until)
                 finally:
                     self._door.release()

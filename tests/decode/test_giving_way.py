@@ -66,6 +66,11 @@ def test_the_least_important_go_first_then_those_that_free_most() -> None:
     assert names == [["c"], ["c"], ["c", "b"], ["a"], ["c", "a"]], "none that is not needed"
 
 
+def test_of_those_that_are_not_needed_the_less_important_go() -> None:
+    leases = [lease("least", 4, -1.0, priority=2), lease("middle", 4, -1.0, priority=1), lease("most", 8, -1.0)]
+    assert [each.fence.lease for each in giving_way(newcomer(), leases, 12, 0.0)] == ["least", "most"]
+
+
 @pytest.mark.parametrize("left", [None, 0.0, -1.0])
 def test_nobody_gives_way_to_what_is_late_itself_or_due_at_no_time(left: float | None) -> None:
     leases = [lease("a", 5, -1.0)]
@@ -106,6 +111,22 @@ async def test_a_place_among_the_sequences_is_given_up_too() -> None:
     assert len(worker.decode.table.leases) == 2 and len(worker.events) == 1
     await session.close()
     assert worker.idle()
+
+
+@pytest.mark.parametrize("left", [1.0, None, -1.0])
+async def test_a_router_that_holds_nothing_has_its_turn_where_all_requests_are_alike(left: float | None) -> None:
+    """Its requests find a full worker, and each place that comes free is asked for by the other router first."""
+    worker = Worker(Role.DECODE, seqs=4)
+    a, b = [await worker.worker.decode.connect(name, lambda *_: None, lambda _: None) for name in "ab"]
+    for number in range(4):
+        await worker.lease(a, PROMPT, f"a/{number}", first_token_in=left)
+    with pytest.raises(NoRoom):
+        await worker.lease(b, PROMPT, "b/0", first_token_in=left)
+    a.cancel("a/0")
+    with pytest.raises(NoRoom, match="keeps its room for another router"):
+        await worker.lease(a, PROMPT, "a/4", first_token_in=left)
+    await a.close()
+    await b.close()
 
 
 async def test_nobody_gives_way_for_nothing() -> None:

@@ -16,7 +16,7 @@ from router.lease_room import KEPT_SHARE, MOST_OVERTAKEN, KeptWorkers
 from router.request_state import RequestState
 from serving.errors import MillraceError, NoRoom
 from serving.links import Deliver
-from serving.messages import LeaseGrant, LeaseOrder
+from serving.messages import LeaseGrant, LeaseOrder, Slo
 from tests.router.conftest import World, wanted
 from tests.router.scripted import ScriptedSession, ScriptedWorker, make_status
 
@@ -93,6 +93,38 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
     await world.fleet.close()
 
 
+@pytest.mark.parametrize("ttft_ms", [None, 1.0])
+async def test_a_large_one_that_is_as_late_as_all_others_finds_room(
+    monkeypatch: pytest.MonkeyPatch, ttft_ms: float | None
+) -> None:
+    monkeypatch.setattr("tests.router.conftest.ScriptedWorker", TightWorker)
+    world, arrived = World(patience=60.0), list[asyncio.Task[list[int]]]()
+    worker = world.add("a", max_seqs=100)
+
+    def come(name: str, prompt: tuple[int, ...]) -> None:
+        request = wanted(name, prompt=prompt, max_tokens=10 + 7 * (len(arrived) % 10), slo=Slo(ttft_ms=ttft_ms))
+        arrived.append(asyncio.create_task(world.tokens(request)))
+
+    for number in range(ROOM // 2):
+        come(f"first{number}", (1, 2))
+    while len(worker.leases()) < ROOM // 2:
+        await asyncio.sleep(0)
+    come("large", (1,) * ROOM)
+    await asyncio.sleep(0)
+    world.now += 1.0
+    large, number = arrived[-1], 0
+    while not large.done() and number < 20 * MOST_OVERTAKEN:
+        while sum(not task.done() for task in arrived) < 20:
+            come(f"small{number}", (1, 2))
+            number += 1
+        await asyncio.sleep(0)
+        world.now += 0.01  # whoever waits is late
+    done = large.done()
+    assert await asyncio.wait_for(asyncio.gather(*arrived), 60)
+    await world.fleet.close()
+    assert done, "it would wait for ever"
+
+
 def state(name: str, priority: int = 0) -> RequestState:
     return RequestState(request=replace(wanted(name), priority=priority))
 
@@ -102,15 +134,15 @@ def test_a_worker_is_kept_for_one_request_and_texts_that_go_on_or_matter_more_ma
     workers = [Candidate(make_status(name, free_blocks=blocks)) for name, blocks in (("a", 3), ("b", 7), ("c", 5))]
     kept.keep(large, workers)
     kept.keep(large, workers)
-    assert [worker.status.name for worker in workers if kept.bars(worker.status.instance, state("small"))] == ["b"]
-    assert not kept.bars("b-life", large) and not kept.bars("b-life", state("hurried", -1))
+    assert [worker.status.name for worker in workers if kept.bars(worker.status.instance, state("small"), 0.0)] == ["b"]
+    assert not kept.bars("b-life", large, 0.0) and not kept.bars("b-life", state("hurried", -1), 0.0)
     going_on = state("going on")
     going_on.generated.append(7)
-    assert not kept.bars("b-life", going_on)
+    assert not kept.bars("b-life", going_on, 0.0)
     kept.keep(state("another"), workers)
     assert len(kept) == 1, f"one in {KEPT_SHARE}, or one"
     kept.keep(large, [workers[0], workers[2]])
-    assert kept.bars("c-life", state("small")) and not kept.bars("b-life", state("small")), "b is gone"
+    assert kept.bars("c-life", state("small"), 0.0) and not kept.bars("b-life", state("small"), 0.0), "b is gone"
     assert kept.release(large) and not kept.release(large) and len(kept) == 0
 
 
@@ -124,5 +156,5 @@ def test_never_more_than_a_share_of_the_workers_is_kept(events: list[tuple[int, 
         else:
             kept.release(states[number])
         assert len(kept) <= max(1, count // KEPT_SHARE)
-        barred = [any(kept.bars(each.status.instance, other) for each in workers) for other in states]
+        barred = [any(kept.bars(each.status.instance, other, 0.0) for each in workers) for other in states]
         assert barred.count(False) <= 1 or not len(kept), "one that keeps a worker is barred from none but others'"

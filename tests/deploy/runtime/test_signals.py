@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -136,3 +137,18 @@ def test_a_process_that_is_needed_leaves_when_it_is_not_or_when_its_time_is_over
             process.kill()
     assert (output.split(), process.returncode) == (said, status), told
     assert told.count("SIGTERM") == 1
+
+
+def test_a_process_that_is_needed_stays_though_nobody_reads_what_it_says() -> None:
+    command = [sys.executable, "-c", NEEDED, "60", "needed", "0.2"]
+    read, write = os.pipe()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write, text=True) as process:
+        os.close(write)
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            os.close(read)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (output.split(), process.returncode) == (["asked", "done"], 7)

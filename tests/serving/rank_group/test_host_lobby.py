@@ -142,6 +142,22 @@ def test_nobody_waits_for_hosts_of_a_group_that_closes(lobby: Lobby) -> None:
         line.close()
 
 
+def test_of_two_that_are_waited_for_neither_breaks_as_the_group_closes(lobby: Lobby) -> None:
+    """The second comes to the door when the listening socket has been closed."""
+    lobby.places = [HostPlace(2, 1), LATER]
+    with ThreadPoolExecutor(1) as pool:
+        lobby._door.acquire()  # the first has it
+        again = pool.submit(lobby.again, 3)
+        while LATER not in lobby._missed:
+            time.sleep(0.001)
+        time.sleep(0.01)  # it waits for the door
+        lobby._closing.set()  # as close() does, which comes to the door before it
+        lobby._listening.close()
+        lobby._door.release()
+        with pytest.raises(RankLost, match="closing"):
+            again.result(SECONDS)
+
+
 def test_hosts_are_waited_for_no_longer_than_is_said(lobby: Lobby) -> None:
     with pytest.raises(RankLost, match="no host has come with ranks 2, 3"):
         lobby.gather(0.1)
