@@ -63,9 +63,10 @@ class DecodeRoom:
         if full and not leaving:
             raise NoRoom(f"{name} holds {held} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, [lease.seq for lease in leases], now)
-        held_by, presses = self.table.by_session, pressing(order)
-        if self.turns.claimed and self.turns.others_first(session, held_by(), now, pressing=presses):
-            raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
+        if self.turns.claimed:
+            by_session = self.table.by_session()
+            if self.turns.others_first(session, by_session, now, pressing=pressing(order)):
+                raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
         seq = self.hold(order, self.wanted(), new=True)
         if full and len(leases) == held:
             self._end(leaving)

@@ -51,6 +51,22 @@ class TightWorker(ScriptedWorker):
         return session
 
 
+async def placed_beside_small_ones(
+    arrived: list[asyncio.Task[list[int]]],
+    come: Callable[[str, tuple[int, ...]], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bool:
+    """Whether the request that came last ends while small ones come again and again, twenty at a time."""
+    large, number = arrived[-1], 0
+    while not large.done() and number < 20 * MOST_OVERTAKEN:
+        while sum(not task.done() for task in arrived) < 20:
+            come(f"small{number}", (1, 2))
+            number += 1
+        await asyncio.sleep(0)
+        meanwhile()
+    return large.done()
+
+
 async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room comes free bit by bit: small ones would take all of it for ever."""
     monkeypatch.setattr("tests.router.conftest.ScriptedWorker", TightWorker)
@@ -78,13 +94,7 @@ async def test_smaller_requests_overtake_a_large_one_so_many_times_and_no_more(m
         await asyncio.sleep(0)
     come("large", (1,) * ROOM)
     await asyncio.sleep(0)
-    large, number = arrived[-1], 0
-    while not large.done() and number < 20 * MOST_OVERTAKEN:
-        while sum(not task.done() for task in arrived) < 20:
-            come(f"small{number}", (1, 2))
-            number += 1
-        await asyncio.sleep(0)
-    assert large.done(), "it would wait for ever"
+    assert await placed_beside_small_ones(arrived, come), "it would wait for ever"
     assert await asyncio.wait_for(asyncio.gather(*arrived), 60)
     overtook = worker.granted.index("large")
     assert at_keep[0][0] <= overtook <= sum(at_keep[0]), "once it is kept for it, no other that comes finds room"
@@ -112,14 +122,11 @@ async def test_a_large_one_that_is_as_late_as_all_others_finds_room(
     come("large", (1,) * ROOM)
     await asyncio.sleep(0)
     world.now += 1.0
-    large, number = arrived[-1], 0
-    while not large.done() and number < 20 * MOST_OVERTAKEN:
-        while sum(not task.done() for task in arrived) < 20:
-            come(f"small{number}", (1, 2))
-            number += 1
-        await asyncio.sleep(0)
-        world.now += 0.01  # whoever waits is late
-    done = large.done()
+
+    def late() -> None:
+        world.now += 0.01
+
+    done = await placed_beside_small_ones(arrived, come, late)
     assert await asyncio.wait_for(asyncio.gather(*arrived), 60)
     await world.fleet.close()
     assert done, "it would wait for ever"
