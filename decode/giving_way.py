@@ -22,10 +22,10 @@ def pressing(order: LeaseOrder) -> bool:
     return bool(order.generated) or (left is not None and 0.0 < left < inf)
 
 
-def late(order: LeaseOrder) -> bool:
-    """True if its first token can only come too late."""
+def yielding(order: LeaseOrder) -> bool:
+    """True if it would give way to others: its first token is late, and has not been for long."""
     left = order.first_token_in
-    return not order.generated and left is not None and not left > 0.0
+    return not order.generated and left is not None and -LONGEST < left <= 0.0
 
 
 def giving_way(order: LeaseOrder, leases: Iterable[Lease], blocks: int, now: float) -> list[Lease]:

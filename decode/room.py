@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from decode.giving_way import giving_way, late, pressing
+from decode.giving_way import giving_way, pressing, yielding
 from decode.leases import Lease, LeaseTable
 from decode.tpot_bound import LeaseBound
 from decode.turns import RouterTurns
@@ -52,7 +52,8 @@ class DecodeRoom:
         except NoRoom as error:
             self.not_granted[error.code or "blocks"] += 1
             if error.code in (None, SEQUENCES):
-                self.turns.refused(session, self.context.engine.clock(), late=late(order))
+                priority = order.request.priority if yielding(order) else None
+                self.turns.refused(session, self.context.engine.clock(), yielding=priority)
             raise
 
     def _hold_new(self, order: LeaseOrder, session: str) -> SequenceState:
@@ -64,8 +65,8 @@ class DecodeRoom:
             raise NoRoom(f"{name} holds {held} sequences, its limit", code=SEQUENCES)
         self.bound.check(order, [lease.seq for lease in leases], now)
         if self.turns.claimed:
-            by_session = self.table.by_session()
-            if self.turns.others_first(session, by_session, now, pressing=pressing(order)):
+            by_session, priority = self.table.by_session(), order.request.priority if pressing(order) else None
+            if self.turns.others_first(session, by_session, now, pressing=priority):
                 raise NoRoom(f"{name} keeps its room for another router, which holds less", code="turn")
         seq = self.hold(order, self.wanted(), new=True)
         if full and len(leases) == held:

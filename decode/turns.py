@@ -15,31 +15,38 @@ class RouterTurns:
     """A router learns of the room that its own leases leave before others do, and would take it again and again.
 
     So a session that was refused has a claim for a moment: none that holds more than MORE times as much, and one lease,
-    is granted anything before it. Where all hold about as much nobody waits, and no room is kept free. What is `late`
-    claims nothing from those that others give way to (decode.giving_way): their room would not have been its own.
+    is granted anything before it. Where all hold about as much nobody waits, and no room is kept free. What
+    gives way claims nothing from what it gives way to (decode.giving_way).
     """
 
     def __init__(self) -> None:
         self._claims: dict[str, float] = {}  # by session: until when
-        self._late: dict[str, float] = {}  # the same of late ones
+        self._yielding: dict[str, tuple[float, int]] = {}  # the same of what gives way, and its priority
 
     @property
     def claimed(self) -> bool:
         """False if no session has been refused of late: whoever asks may go."""
-        return bool(self._claims or self._late)
+        return bool(self._claims or self._yielding)
 
-    def refused(self, session: str, now: float, *, late: bool = False) -> None:
-        """There was no room for what it wanted."""
-        (self._late if late else self._claims)[session] = now + CLAIM_SECONDS
+    def refused(self, session: str, now: float, *, yielding: int | None = None) -> None:
+        """There was no room for what it wanted, which gives way to others; `yielding` is its priority if it does."""
+        if yielding is None:
+            self._claims[session] = now + CLAIM_SECONDS
+        else:
+            self._yielding[session] = now + CLAIM_SECONDS, yielding
 
     def settled(self, session: str) -> None:
         """It has been granted a lease, or is gone."""
         self._claims.pop(session, None)
-        self._late.pop(session, None)
+        self._yielding.pop(session, None)
 
-    def others_first(self, session: str, held: Mapping[str, int], now: float, *, pressing: bool = False) -> bool:
-        """True if another's claim goes before a lease for this session; `held` are leases by session."""
+    def others_first(self, session: str, held: Mapping[str, int], now: float, *, pressing: int | None = None) -> bool:
+        """True if another's claim goes before a lease for this session; `held` are leases by session.
+
+        `pressing` is the priority of a lease that others give way to, if they are no more important.
+        """
         self._claims = {name: until for name, until in self._claims.items() if until > now}
-        self._late = {name: until for name, until in self._late.items() if until > now}
-        mine, claims = held.get(session, 0), self._claims if pressing else self._claims | self._late
-        return any(name != session and mine > MORE * held.get(name, 0) + 1 for name in claims)
+        self._yielding = {name: claim for name, claim in self._yielding.items() if claim[0] > now}
+        before = [name for name, (_, priority) in self._yielding.items() if pressing is None or priority < pressing]
+        mine = held.get(session, 0)
+        return any(name != session and mine > MORE * held.get(name, 0) + 1 for name in (*self._claims, *before))

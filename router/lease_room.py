@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from router.candidate import Candidate
+from router.candidate import AGE, Candidate
 from router.policy import Decision, Demand, FleetView
 from router.request_state import RequestState
 from serving.errors import MillraceError, NoRoom
@@ -203,14 +203,16 @@ class KeptWorkers:
     def bars(self, instance: str, state: RequestState, now: float) -> bool:
         """True if the worker is kept for another request that is no less important.
 
-        What is kept for a late one others may have who are pressing: late ones give them theirs.
+        What is kept for a late one others as important may have who are pressing, for as long as late ones give them
+        their room (decode.giving_way).
         """
         other = self._kept.get(instance)
         if other is None or other is state or state.generated:
             return False
-        if other.late(now) and state.pressing(now):
-            return False
-        return state.request.priority >= other.request.priority
+        own, kept = state.request.priority, other.request.priority
+        left = other.first_token_in(now)
+        gives_way = other.late(now) and left is not None and left > -AGE
+        return own > kept or (own == kept and not (gives_way and state.pressing(now)))
 
 
 def tpot_bin(state: RequestState) -> int | None:

@@ -31,7 +31,8 @@ def leave_at_once_on_signals() -> None:
 
 def _leave(why: str) -> None:
     try:
-        _say(f"{why}: leaving")
+        with suppress(OSError, ValueError):  # nobody may read any more what it says
+            _say(f"{why}: leaving")
         remove_temporary_folders()
     finally:
         os._exit(0)

@@ -115,7 +115,10 @@ class HostLobby:
                         self._wait_for_any(place, until)
                 finally:
                     self._door.release()
-        return self._taken(place)
+        try:
+            return self._taken(place)
+        except KeyError:  # closing has taken it meanwhile
+            raise RankLost(rank, "the group is closing") from None
 
     def _wait_for_any(self, place: HostPlace, until: float) -> None:
         """Of the hosts that are missed: others may be so while this thread has the door."""
