@@ -221,11 +221,11 @@ class RoundTrips:
 
 def check_rows(shape: ExchangeShape, rows: Rows, physical_TK: Tensor) -> None:
     """Raises ValueError for rows that an exchange of this shape does not carry."""
-    values = rows.values
-    if len(values) > shape.max_tokens:
-        raise ValueError(f"{len(values)} rows in one dispatch, of {shape.max_tokens} that there is room for")
-    if values.shape[1:] != (shape.hidden,) or physical_TK.shape != (len(values), shape.top_k):
+    values, dtype, tokens = rows.values, rows.values.dtype, rows.values.shape[0]
+    if tokens > shape.max_tokens:
+        raise ValueError(f"{tokens} rows in one dispatch, of {shape.max_tokens} that there is room for")
+    if values.shape != (tokens, shape.hidden) or physical_TK.shape != (tokens, shape.top_k):
         raise ValueError(f"rows {tuple(values.shape)} with experts {tuple(physical_TK.shape)} do not fit the exchange")
-    carried = values.dtype == shape.wire or (shape.wire is torch.int8 and values.dtype in BACK_DTYPES)
-    if not carried or (rows.scale is not None) != (values.dtype is torch.int8):
-        raise ValueError(f"rows of {values.dtype} do not travel as {shape.wire}")
+    carried = dtype is shape.wire or (shape.wire is torch.int8 and dtype in BACK_DTYPES)
+    if not carried or (rows.scale is not None) != (dtype is torch.int8):
+        raise ValueError(f"rows of {dtype} do not travel as {shape.wire}")

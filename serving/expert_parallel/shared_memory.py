@@ -41,11 +41,15 @@ from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
-KEPT_VIEWS = 256  # of rows received, by their number: each takes some µs to make
+KEPT_VIEWS = 256  # of rows received and of sums, by their number: each takes some µs to make
 
 
 class SharedMemoryExchange(RoundTrips):
-    """One rank's part (exchange.ExpertExchange). Buffers are made once; a call allocates none."""
+    """One rank's part (exchange.ExpertExchange). Buffers are made once; a call allocates none.
+
+    Rows go through the caches between two calls, so that each call of torch's costs ten times what it does alone:
+    views and addresses are kept.
+    """
 
     def __init__(
         self, shape: ExchangeShape, rank: int, segments: list[Bytes], watch: ProcessWatch, deadline: float, spin: float
@@ -70,11 +74,16 @@ class SharedMemoryExchange(RoundTrips):
         self._rows = lru_cache(KEPT_VIEWS)(partial(_first_rows, self._values, self._scales))
         self._gathered = self._values.data_ptr(), None if self._scales is None else self._scales.data_ptr()
         self._counts = [torch.zeros(shape.slots, dtype=torch.int32) for _ in range(2)]
+        self._counts_at = [counts.data_ptr() for counts in self._counts]
         self._results = [self._results_of(region) for region in range(2)]
         self._placed = [self._places_of(region) for region in range(2)] if quantized else None
         self._told = ctypes.c_int32()  # a second answer of a function
+        self._told_at = ctypes.addressof(self._told)
         self._region = 0  # of the dispatch that came last
         self._sums = torch.empty(shape.max_tokens, shape.hidden)
+        self._sums_at = self._sums.data_ptr()
+        self._first_sums = lru_cache(KEPT_VIEWS)(partial(self._sums.narrow, 0, 0))
+        self._kept: dict[tuple[int, int, int], Received] = {}
         self._tokens, self._received = [0, 0], [0, 0]
         self._dispatched = self._arrived = self._returned = self._combined = 0
 
@@ -140,9 +149,7 @@ class SharedMemoryExchange(RoundTrips):
 
         Raises RankLost as that.
         """
-        self.check()
-        assert self._exchange is not None
-        return self._exchange
+        return self._open()
 
     @property
     def agreed(self) -> int:
@@ -154,35 +161,45 @@ class SharedMemoryExchange(RoundTrips):
 
     def begin_dispatch(self, rows: Rows, physical_TK: Tensor) -> None:
         check_rows(self.shape, rows, physical_TK)
-        self.check()
+        exchange = self._open()
         assert self._dispatched - self._combined < 2, "two dispatches are under way"
         self._dispatched += 1
-        self._tokens[self._dispatched % 2] = len(rows.values)
-        values, scale, physical = rows.values.contiguous(), rows.scale, physical_TK.contiguous()
+        values, scale, physical = _contiguous(rows.values), rows.scale, _contiguous(physical_TK)
+        tokens = self._tokens[self._dispatched % 2] = values.shape[0]
         assert physical.dtype is torch.int32, physical.dtype
         sent = self._functions.begin_dispatch(
-            self._exchange,
+            exchange,
             values.data_ptr(),
             None if scale is None else scale.data_ptr(),
             cpu.Kind.of(values.dtype),
-            len(values),
+            tokens,
             physical.data_ptr(),
         )
         if sent < 0:
             raise self._lost()
 
     def finish_dispatch(self) -> Received:
-        self.check()
+        exchange = self._open()
         assert self._arrived < self._dispatched, "no dispatch has begun"
         self._arrived += 1
-        counts = self._counts[self._arrived % 2]
-        received = self._functions.finish_dispatch(self._exchange, counts.data_ptr(), self._told)
+        parity = self._arrived % 2
+        received = self._functions.finish_dispatch(exchange, self._counts_at[parity], self._told_at)
         if received < 0:
             raise self._lost()
-        self._received[self._arrived % 2] = received
-        region = self._region = self._told.value
-        placed = None if self._placed is None else self._placed[region](received)
-        return Received(_Portions(self, region), counts, self._results[region][:received], placed)
+        self._received[parity] = received
+        self._region = self._told.value
+        return self._received_of(parity, self._region, received)
+
+    def _received_of(self, parity: int, region: int, received: int) -> Received:
+        """So many rows of a dispatch of an even or odd number, in this region: as many another time are told alike."""
+        kept = self._kept.get((parity, region, received))
+        if kept is None:
+            if len(self._kept) == KEPT_VIEWS:
+                self._kept.clear()
+            placed = None if self._placed is None else self._placed[region](received)
+            kept = Received(_Portions(self, region), self._counts[parity], self._results[region][:received], placed)
+            self._kept[parity, region, received] = kept
+        return kept
 
     def addresses(self, received: int) -> Tensor:
         """Where each of so many rows lies that came with the last dispatch, int64 [N], slot by slot."""
@@ -200,24 +217,24 @@ class SharedMemoryExchange(RoundTrips):
             first = end
 
     def begin_combine(self, results_NH: Tensor) -> None:
-        self.check()
+        exchange = self._open()
         assert self._returned < self._arrived, "nothing waits to be combined"
         self._returned += 1
-        results, parity = results_NH.contiguous(), self._returned % 2
-        assert results.shape == (self._received[parity], self.shape.hidden), results.shape
-        address = results.data_ptr() if len(results) else self._results[0].data_ptr()
-        if self._functions.begin_combine(self._exchange, address, cpu.Kind.of(results.dtype)) < 0:
+        results, received = _contiguous(results_NH), self._received[self._returned % 2]
+        assert results.shape == (received, self.shape.hidden), results.shape
+        address = results.data_ptr() if received else self._results[0].data_ptr()
+        if self._functions.begin_combine(exchange, address, cpu.Kind.of(results.dtype)) < 0:
             raise self._lost()
 
     def finish_combine(self, weights_TK: Tensor) -> Tensor:
-        self.check()
+        exchange = self._open()
         assert self._combined < self._returned, "no combine has begun"
         self._combined += 1
-        weights, tokens = weights_TK.contiguous(), self._tokens[self._combined % 2]
+        weights, tokens = _contiguous(weights_TK), self._tokens[self._combined % 2]
         assert weights.shape == (tokens, self.shape.top_k) and weights.dtype is torch.float32
-        if self._functions.finish_combine(self._exchange, weights.data_ptr(), self._sums.data_ptr()) < 0:
+        if self._functions.finish_combine(exchange, weights.data_ptr(), self._sums_at) < 0:
             raise self._lost()
-        return self._sums[:tokens]
+        return self._first_sums(tokens)
 
     def _results_of(self, region: int) -> Tensor:
         """Where results of rows in this region are read by the others."""
@@ -235,8 +252,14 @@ class SharedMemoryExchange(RoundTrips):
 
     def check(self) -> None:
         """Raises RankLost once there was one, and after the end."""
-        if self._exchange is None or self._loss.reason:
+        self._open()
+
+    def _open(self) -> int:
+        """The compiled exchange, unless a rank is lost."""
+        exchange = self._exchange
+        if exchange is None or self._loss.reason:
             raise self._lost()
+        return exchange
 
     def _lost(self) -> RankLost:
         if self._exchange is None:
@@ -252,11 +275,17 @@ class SharedMemoryExchange(RoundTrips):
         self._exchange = None
         self._watch.close()
         self._segments, self._results = [], []
+        self._kept.clear()
 
 
 def _numbers(address: int, kind: type[ctypes.c_int64 | ctypes.c_float], count: int) -> Tensor:
     """So many of them that are of the compiled exchange, and are there as long as it is."""
     return torch.from_numpy(np.ctypeslib.as_array((kind * count).from_address(address)))
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    """Asking first is less work than a call of torch's that need do nothing."""
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _first_rows(values: Tensor, scales: Tensor | None, count: int) -> Rows:

@@ -32,7 +32,7 @@ _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "destroy": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
     "begin_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS]),
-    "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, POINTER(c_int32)]),
+    "finish_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS]),
     "portion": (c_int64, [POINTER(Shape)]),
     "rows": (c_void_p, [_ADDRESS, c_int32]),
     "scales": (c_void_p, [_ADDRESS, c_int32]),

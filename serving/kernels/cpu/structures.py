@@ -27,13 +27,14 @@ class Kind(IntEnum):
     @staticmethod
     def of(dtype: torch.dtype) -> Kind:
         """Raises ValueError for a dtype the kernels do not know."""
-        for kind, known in _DTYPES.items():
-            if known == dtype:
-                return kind
-        raise ValueError(f"the CPU kernels know int8, bfloat16 and float32, not {dtype}")
+        kind = _KINDS.get(dtype)
+        if kind is None:
+            raise ValueError(f"the CPU kernels know int8, bfloat16 and float32, not {dtype}")
+        return kind
 
 
 _DTYPES = {Kind.INT8: torch.int8, Kind.BF16: torch.bfloat16, Kind.F32: torch.float32}
+_KINDS = {dtype: kind for kind, dtype in _DTYPES.items()}
 
 
 class Finish(IntEnum):

@@ -84,6 +84,29 @@ def test_results_come_back_to_their_rows(opened: Opening, kind: str, wire: torch
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tensors_need_not_be_contiguous(opened: Opening, kind: str) -> None:
+    shape = shape_for(kind)
+    group, work = opened(kind, shape), steps(shape)
+
+    def apart(tensor: Tensor) -> Tensor:
+        """The same numbers, column after column in memory."""
+        return tensor.t().contiguous().t()
+
+    def run(rank: int) -> list[Tensor]:
+        exchange, found = group.exchanges[rank], []
+        for step in work:
+            rows, physical = map(apart, step[rank])
+            received = exchange.dispatch(Rows(rows), physical)
+            results = apart(made_of(received, rank * shape.slots))
+            found.append(exchange.combine(results, apart(weights_of(physical))).clone())
+        return found
+
+    for rank, parts in enumerate(group.each(run)):
+        for step, found in zip(work, parts, strict=True):
+            assert torch.equal(found, expected(*step[rank]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_rows_are_those_an_int8_expert_would_make(opened: Opening, kind: str, dtype: torch.dtype) -> None:
     shape = shape_for(kind, wire=torch.int8)
