@@ -148,8 +148,6 @@ def serve(channel: Channel, lanes: Sequence[Channel] = ()) -> None:
     rank = None if loaded is None else _mapped(channel, loaded, order)
     if rank is None:
         return
-    keep_freed_memory()
-    collect_seldom()  # all ranks would wait for this one meanwhile, in the middle of a step
     while True:
         answer = rank.does(channel.receive(None))
         if answer is not None:
@@ -170,6 +168,8 @@ def _mapped(channel: Channel, loaded: LoadedModel, order: LoadShare) -> Followin
         return None
     load = loader_of(order.path, order.dtype)
     member = EpochMember(loaded.model, load, kv.most_rows, kv.deadline, kv.balancing, computing, bridged=kv.bridged)
+    keep_freed_memory()
+    collect_seldom()  # before it may be taken in: all ranks would wait for this one meanwhile, in the middle of a step
     channel.send(KVMapped(), ANSWER_SECONDS)
     return FollowingRank(member, planes)
 
