@@ -77,7 +77,7 @@ async def lose(group: Served, spread: SpreadModel, victim: int, how: signal.Sign
         client=max(gap_at(times, harmed) for times in group.heard),
         back=back - harmed,
         rejoined=ranks.counts.stalled_seconds - between.stalled_seconds,
-        repeated=between.repeated_steps - counts.repeated_steps,
+        repeated=ranks.counts.repeated_steps - counts.repeated_steps,
     )
 
 
