@@ -155,10 +155,8 @@ def leases(server: MillraceServer) -> int:
     return int(server.audit()["services"][0]["held"]["leases"])
 
 
-@in_bfloat16
-def test_prefill_worker_dies_with_the_request_queued(
-    server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
-) -> None:
+def kill_with_requests_queued(server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes) -> None:
+    """Stopped before they are placed, and killed with them; nobody is to notice."""
     server.wait_ready()
     before = server.metric("replacements_total")
     server.stop_worker("prefill-0")  # what is sent there now stays in its socket
@@ -171,6 +169,13 @@ def test_prefill_worker_dies_with_the_request_queued(
     assert client.finish(asked) == undisturbed
     assert server.metric("replacements_total") > before
     server.wait_idle()
+
+
+@in_bfloat16
+def test_prefill_worker_dies_with_the_request_queued(
+    server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
+) -> None:
+    kill_with_requests_queued(server, client, form, undisturbed)
 
 
 def embedded(server: MillraceServer, inputs: list[list[int]]) -> list[str]:
@@ -197,15 +202,16 @@ def test_prefill_worker_dies_with_embeddings_to_compute(server: MillraceServer) 
     server.wait_idle()
 
 
+def kill_computing(server: MillraceServer, asked: list[Asked]) -> None:
+    if moment(lambda: waiting(server, "prefill-0"), asked):
+        server.signal_worker("prefill-0", SIGKILL)
+
+
 @in_int8
 def test_prefill_worker_dies_computing(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
-    def harm(asked: list[Asked]) -> None:
-        if moment(lambda: waiting(server, "prefill-0"), asked):
-            server.signal_worker("prefill-0", SIGKILL)
-
-    disturb(server, client, form, undisturbed, harm)
+    disturb(server, client, form, undisturbed, partial(kill_computing, server))
 
 
 def kill_in_mid_handoff(server: MillraceServer, asked: list[Asked]) -> None:
@@ -228,26 +234,28 @@ def test_prefill_worker_dies_in_the_middle_of_its_handoff(
     disturb(server, client, form, undisturbed, partial(kill_in_mid_handoff, server))
 
 
+def kill_before_the_first_token(server: MillraceServer, asked: list[Asked]) -> None:
+    if moment(lambda: leases(server) == len(asked), asked) and not any(one.chunks for one in asked):
+        server.signal_worker("decode-0", SIGKILL)
+
+
 @in_int8
 def test_decode_worker_dies_before_its_first_token(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
-    def harm(asked: list[Asked]) -> None:
-        if moment(lambda: leases(server) == len(asked), asked) and not any(one.chunks for one in asked):
-            server.signal_worker("decode-0", SIGKILL)
+    disturb(server, client, form, undisturbed, partial(kill_before_the_first_token, server))
 
-    disturb(server, client, form, undisturbed, harm)
+
+def kill_after_the_tenth_token(server: MillraceServer, asked: list[Asked]) -> None:
+    if moment(lambda: any(one.progressed.is_set() for one in asked) and decoding(server), asked):
+        server.signal_worker((decoding(server) or ["decode-0"])[0], SIGKILL)
 
 
 @in_every_form
 def test_decode_worker_dies_after_the_tenth_token(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
-    def harm(asked: list[Asked]) -> None:
-        if moment(lambda: any(one.progressed.is_set() for one in asked) and decoding(server), asked):
-            server.signal_worker((decoding(server) or ["decode-0"])[0], SIGKILL)
-
-    disturb(server, client, form, undisturbed, harm)
+    disturb(server, client, form, undisturbed, partial(kill_after_the_tenth_token, server))
 
 
 def kill_all_that_decodes(server: MillraceServer, asked: list[Asked]) -> None:

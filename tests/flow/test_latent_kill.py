@@ -1,12 +1,12 @@
 """kill -9 of workers and of a pool node that hold the latent KV of MLA: a tiny DeepSeek-V3 in real processes, split.
 
-The stages are those of test_kill.py at which KV is on its way or lost. What one worker has computed another fetches
+The stages are those of test_kill.py. What one worker has computed another fetches
 from the pool, and what the pool has lost is computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
@@ -17,10 +17,22 @@ import torch
 from tokenizers import Tokenizer
 from transformers import DeepseekV3Config
 
-from tests.flow.client import Client
+from tests.flow.client import Asked, Client
 from tests.flow.reference import greedy_tiny, prompts
 from tests.flow.server import MillraceServer, wait_until
-from tests.flow.test_kill import WORKERS, Form, Outcomes, ask, disturb, kill_all_that_decodes, kill_in_mid_handoff
+from tests.flow.test_kill import (
+    WORKERS,
+    Form,
+    Outcomes,
+    ask,
+    disturb,
+    kill_after_the_tenth_token,
+    kill_all_that_decodes,
+    kill_before_the_first_token,
+    kill_computing,
+    kill_in_mid_handoff,
+    kill_with_requests_queued,
+)
 from tests.serving.model.oracle import DEEPSEEK, GROUPS, YARN_MLA, build, save
 from tests.tiny import SPECIAL_TOKENS, write_tokenizer
 
@@ -85,14 +97,29 @@ def client(server: MillraceServer) -> Iterator[Client]:
     made.close()
 
 
-def test_prefill_worker_dies_in_the_middle_of_its_handoff(
+def test_prefill_worker_dies_with_the_request_queued(
     server: MillraceServer, client: Client, undisturbed: Outcomes
 ) -> None:
-    disturb(server, client, FORM, undisturbed, partial(kill_in_mid_handoff, server))
+    kill_with_requests_queued(server, client, FORM, undisturbed)
 
 
-def test_both_decode_workers_die_and_come_back(server: MillraceServer, client: Client, undisturbed: Outcomes) -> None:
-    disturb(server, client, FORM, undisturbed, partial(kill_all_that_decodes, server))
+@pytest.mark.parametrize(
+    "harm",
+    [
+        kill_computing,
+        kill_in_mid_handoff,
+        kill_before_the_first_token,
+        kill_after_the_tenth_token,
+        kill_all_that_decodes,
+    ],
+)
+def test_workers_die_at_every_later_stage(
+    server: MillraceServer,
+    client: Client,
+    undisturbed: Outcomes,
+    harm: Callable[[MillraceServer, list[Asked]], None],
+) -> None:
+    disturb(server, client, FORM, undisturbed, partial(harm, server))
 
 
 def answers(client: Client, wanted: Sequence[Sequence[int]]) -> tuple[list[str], list[int]]:

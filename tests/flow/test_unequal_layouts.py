@@ -35,6 +35,7 @@ TP2 = ModelConfig(dtype="float32", tensor_parallel_size=2)
 PP2 = ModelConfig(dtype="float32", pipeline_parallel_size=2)
 SP2 = ModelConfig(dtype="float32", prefill_context_parallel_size=2)
 TP2_PP2 = ModelConfig(dtype="float32", tensor_parallel_size=2, pipeline_parallel_size=2)
+EP2 = ModelConfig(dtype="float32", data_parallel_size=2, enable_expert_parallel=True)
 TOKENS, BLOCK = 16, 16
 
 
@@ -116,13 +117,18 @@ async def test_layouts_hand_over_to_each_other(
 
 @pytest.mark.parametrize(
     ("prefill", "decode"),
-    [(TP2, ONE), pytest.param(ONE, TP2, marks=pytest.mark.slow)],
-    ids=["tp2-to-one", "one-to-tp2"],
+    [
+        (TP2, ONE),
+        pytest.param(ONE, TP2, marks=pytest.mark.slow),
+        pytest.param(EP2, TP2, marks=pytest.mark.slow),
+        pytest.param(TP2, EP2, marks=pytest.mark.slow),
+    ],
+    ids=["tp2-to-one", "one-to-tp2", "ep2-to-tp2", "tp2-to-ep2"],
 )
 async def test_latents_are_handed_over_between_layouts(
     prefill: ModelConfig, decode: ModelConfig, latent: Path, own_threads: None
 ) -> None:
-    """Of MLA, which each tensor-parallel rank keeps whole."""
+    """Of MLA, which each tensor-parallel rank keeps whole; ranks that hold experts have what one process has."""
     asked = prompts(2, vocab=VOCAB, shortest=70, longest=90, seed=93)
     async with workers(latent, (Role.PREFILL, prefill), (Role.DECODE, decode)) as cluster:
         for prompt in asked:
