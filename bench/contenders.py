@@ -102,7 +102,7 @@ PRESETS: Mapping[str, tuple[Contender, ...]] = {
         _variant("always split", fleet=SPLIT),
     ),
     "roles": (
-        _variant("auto", fleet=("--mixed", "1", *SPLIT)),
+        _variant("auto", fleet=("--mixed", "2", "--prefill", "1")),
         _variant("always mixed", fleet=("--mixed", "3")),
         _variant("always split", fleet=("--prefill", "2", "--decode", "1")),
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from router.calibration import Calibration, urgency_of
+from router.calibration import Calibration, Drift, urgency_of
 from router.candidate import Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, sure_ratio, within
 from router.columns import KeptColumns
@@ -39,6 +39,8 @@ from serving.step_cost import StepCost
 
 SHORTLIST = 4  # workers of each kind whose placements are predicted,
 MIXED = 8  # and of mixed ones: how long their queues are is known only then
+DISPLACED = 3.0  # times that KV counts which a copy displaces: who looks for it makes copies elsewhere
+MOST_DISPLACED = 2.0  # times what the request itself brings that this counts at one worker
 
 # A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
 
@@ -54,6 +56,7 @@ class FirstToken:
     error: float
     chance: float
     lost: float  # prompts that miss their TTFT because this one passes them, or comes before them
+    displaced: float  # and because its copy of a prefix takes the place of theirs
 
 
 @dataclass(slots=True)
@@ -72,6 +75,7 @@ class FurtherTokens:
     risk: float  # the error of what decides if its TPOT is met: of that, or of its TPOT
     sure: float  # the sure_ratio of that
     lost: float  # requests that decode there and miss their TPOT because this one joins them
+    displaced: float  # prompts that miss their TTFT because a copy of a prefix is handed over
 
 
 class PredictedPlacement(NamedTuple):
@@ -140,6 +144,8 @@ class PlacementSearch:
         self._prefills = self._columns.of(view.prefill)
         self._fed: dict[tuple[str, bool], list[FirstToken]] = {}  # prompts for decodes elsewhere, by kind
         self._context = demand.tokens + self.output / 2  # tokens, in the mean while it decodes
+        places = self._prefills.places
+        self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
         self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[Scored]:
@@ -219,9 +225,27 @@ class PlacementSearch:
         drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost = queued_lost(worker, cost, prompt, drift, now)
-        lost += newcomers_lost(worker, prompt, queue, drift, now, chance)
-        return FirstToken(worker, queue, compute, ttft, error, chance, lost)
+        lost, displaced = self._prompts_lost(worker, prompt, queue, drift, chance), 0.0
+        copied = self._copied(worker, cost)
+        if copied:
+            prompt = QueuedPrompt(*self.turn, compute + copied)
+            displaced = self._prompts_lost(worker, prompt, queue, drift, chance) - lost
+            displaced = min(displaced, MOST_DISPLACED * demand.weight * chance)
+        return FirstToken(worker, queue, compute, ttft, error, chance, lost, displaced)
+
+    def _prompts_lost(
+        self, worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, chance: float
+    ) -> float:
+        """Prompts that miss their TTFT objective as this one takes its seconds of the worker's."""
+        lost = queued_lost(worker, self.costs.of(worker), prompt, drift, self.now)
+        return lost + newcomers_lost(worker, prompt, queue, drift, self.now, chance)
+
+    def _copied(self, worker: Candidate, cost: StepCost) -> float:
+        """Seconds to compute again what makes room there for KV that another worker keeps.
+
+        KV that nobody has must be kept somewhere: it costs the same wherever it is.
+        """
+        return DISPLACED * cost.token * max(0, self._known - self.demand.cached.get(worker.instance, 0))
 
     def _further(self, worker: Candidate) -> FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
@@ -238,13 +262,25 @@ class PlacementSearch:
         pause = pause_seconds(worker, cost, step, tpot) / each if left else 0.0
         drift = self.calibration.further(instance, both=worker.prefills)
         lost = others_lost(worker, cost, now_step / usual, step / usual)
+        displaced = 0.0
         if self._choice and worker.prefills:
             lost += self._slowed(worker, cost, token)
+            displaced = self._handover_lost(worker, cost)
         factor, error = drift.factor, drift.error
         alone, risk, sure = None, error, drift.sure
         if worker.prefills:
             alone, risk, sure = step / each, cost.error, sure_ratio(cost.error)
-        return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost)
+        return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost, displaced)
+
+    def _handover_lost(self, worker: Candidate, cost: StepCost) -> float:
+        """Prompts at this worker that miss their TTFT objective because a copy comes from elsewhere, and stays."""
+        copied = self._copied(worker, cost)
+        if not copied:
+            return 0.0
+        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        prompt = QueuedPrompt(*self.turn, copied)
+        lost = self._prompts_lost(worker, prompt, queue_seconds(worker, cost, prompt, self.now), drift, 1.0)
+        return min(lost, MOST_DISPLACED * self.demand.weight)
 
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
@@ -253,7 +289,7 @@ class PlacementSearch:
 
     def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""
-        score = self.demand.weight * first.chance - first.lost
+        score = self.demand.weight * first.chance - first.lost - first.displaced
         return -score, first.ttft, first, None, 0.0, 0.0, 0.0
 
     def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[Scored]) -> None:
@@ -263,8 +299,9 @@ class PlacementSearch:
         pause, factor, sure, lost, instance = further.pause, further.factor, further.sure, further.lost, decode.instance
         slower, alone = pause > further.token, further.alone
         for first in firsts:
-            worker, token, transfer, chance = first.worker, further.token, 0.0, first.chance
+            worker, token, transfer, chance, displaced = first.worker, further.token, 0.0, first.chance, first.displaced
             if worker is not decode:
+                displaced += further.displaced
                 transfer = seconds(worker.instance, instance, demand.tokens)
             if slower:
                 begun = first.queue if worker is decode else first.queue + first.compute
@@ -276,4 +313,5 @@ class PlacementSearch:
                 if not 0.0 < judged * sure <= limit:  # else it is certain
                     chance *= within(limit, judged, further.risk)
             used = objectives_used(slo, first.ttft, tpot, output)
-            found.append((-(weight * chance - lost - first.lost), used, first, further, transfer, token, tpot))
+            score = weight * chance - lost - first.lost - displaced
+            found.append((-score, used, first, further, transfer, token, tpot))

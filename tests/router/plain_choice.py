@@ -13,7 +13,7 @@ from router.candidate import UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, within
 from router.decode_price import PRICE
 from router.goodput import KEPT, SCORE_BAND, USED_BAND
-from router.placements import MIXED, SHORTLIST
+from router.placements import DISPLACED, MIXED, MOST_DISPLACED, SHORTLIST
 from router.policy import Considered, Decision, Demand, FleetView, PrefixAware, spread
 from router.predict import (
     LATE_SHARE,
@@ -137,13 +137,13 @@ class PlainChoice:
     # ---- a placement -----------------------------------------------------------------------------------------------
 
     def alone(self, worker: Candidate) -> PlainPair:
-        queue, compute, ttft, error, chance, lost = self.first(worker, None)
+        queue, compute, ttft, error, chance, lost, displaced = self.first(worker, None)
         raw = queue, compute, 0.0, 0.0, 0.0, ttft, 0.0, error, LEAST_ERROR, self.urgency, self.due_in
-        return PlainPair(None, worker, Prediction(*raw), self.demand.weight * chance - lost, ttft)
+        return PlainPair(None, worker, Prediction(*raw), self.demand.weight * chance - lost - displaced, ttft)
 
     def pair(self, prefill: Candidate, decode: Candidate) -> PlainPair:
         demand, cost, own, tokens = self.demand, self.cost(decode), prefill is decode, self.output - 1
-        queue, compute, ttft, error, chance, passed = self.first(
+        queue, compute, ttft, error, chance, passed, displaced = self.first(
             prefill, self.tpot if own and decode.prefills else None
         )
         drift = self.calibration.further(decode.instance, both=decode.prefills)
@@ -172,7 +172,16 @@ class PlainChoice:
         if decode.prefills and self.choice:
             lost += self.slowed(decode, self.output * usual_token)
         used = objectives_used(demand.slo, ttft, tpot, demand.output)
-        return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed, used)
+        displaced += 0.0 if own else self.handed_over(decode)
+        return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed - displaced, used)
+
+    def handed_over(self, worker: Candidate) -> float:
+        """Prompts that are late at a worker that computes some, as a copy of a prefix comes and stays."""
+        seconds = self.copied(worker) if worker.prefills and self.choice else 0.0
+        if not seconds:
+            return 0.0
+        queue = queue_seconds(worker, self.cost(worker), QueuedPrompt(*self.demand.turn(self.now), seconds), self.now)
+        return min(self.passed(worker, seconds, queue, 1.0), MOST_DISPLACED * self.demand.weight)
 
     def beside(self, worker: Candidate, tpot: float | None) -> float:
         """What prompts as long as this one add to a decode step there."""
@@ -201,8 +210,10 @@ class PlainChoice:
             late += kind.rate * lasts * (early - within(kind.limit, before * slower, error))
         return PRICE * late / rows.sequences
 
-    def first(self, worker: Candidate, tpot: float | None) -> tuple[float, float, float, float, float, float]:
-        """Queue, compute, TTFT, its error, the chance that it is in time, and the requests that are not because of it.
+    def first(self, worker: Candidate, tpot: float | None) -> tuple[float, float, float, float, float, float, float]:
+        """Queue, compute, TTFT, its error, the chance that it is in time, the requests that are not because of it.
+
+        And those that are not because of what its copy of a prefix displaces.
 
         `tpot`: the objective of the request where it decodes there too.
         """
@@ -217,9 +228,22 @@ class PlainChoice:
         left = demand.first_token_in
         ttft, error = (queue + compute) * factor_of(drift), sqrt(drift.variance)
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost = queued_lost(worker, cost, prompt, drift, self.now)
-        lost += newcomers_missed(worker, prompt, queue, drift, self.now, chance)
-        return queue, compute, ttft, error, chance, lost
+        lost, both = (self.passed(worker, compute + more, queue, chance) for more in (0.0, self.copied(worker)))
+        displaced = min(both - lost, MOST_DISPLACED * demand.weight * chance)
+        return queue, compute, ttft, error, chance, lost, displaced
+
+    def passed(self, worker: Candidate, seconds: float, queue: float, chance: float) -> float:
+        """Prompts that are late as this request takes so many seconds, `queue` seconds from now."""
+        prompt = QueuedPrompt(*self.demand.turn(self.now), seconds)
+        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        lost = queued_lost(worker, self.cost(worker), prompt, drift, self.now)
+        return lost + newcomers_missed(worker, prompt, queue, drift, self.now, chance)
+
+    def copied(self, worker: Candidate) -> float:
+        """Seconds to compute again what others look for, where a prefix that another worker has comes to lie."""
+        cached, able = self.demand.cached, {each.instance for each in self.view.prefill}
+        known = max((tokens for each, tokens in cached.items() if each in able), default=0)
+        return DISPLACED * self.cost(worker).token * max(0, known - cached.get(worker.instance, 0))
 
 
 def factor_of(drift: Drift) -> float:

@@ -37,6 +37,7 @@ MIXED, PREFILL, DECODE = Role.MIXED, Role.PREFILL, Role.DECODE
         ((MIXED, MIXED), 2.3, 0.8),
         ((MIXED, PREFILL, DECODE), 2.6, 0.85),
         ((PREFILL, PREFILL, DECODE), 2.6, 0.9),
+        ((MIXED, MIXED, PREFILL), 3.5, 0.85),
     ],
 )
 def test_prefixes_are_found_again_after_a_rush(roles: tuple[Role, ...], rate: float, least: float) -> None:

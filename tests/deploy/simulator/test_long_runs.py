@@ -34,7 +34,7 @@ SHORT = Traffic(name="short", classes=(TrafficClass(prompt=Lengths(40, 0.5), out
     ("placement", "policy", "workload", "rate", "ttfts", "tpots", "placed"),
     [
         ("mixed", "least_loaded", "chat", 15.0, 3.3226655227653428, 1.1600620679182938, [21, 19]),
-        ("both", "goodput", "shared-prefix", 8.0, 6.347716554616897, 1.3510871088091212, [29, 11]),
+        ("both", "goodput", "shared-prefix", 8.0, 6.367083336301174, 1.3505710006020721, [29, 11]),
         ("split", "prefix_aware", "long-mixed", 5.0, 6.502697004677173, 0.9938537025864739, [21, 19]),
     ],
 )

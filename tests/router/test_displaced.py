@@ -1,0 +1,86 @@
+"""A copy of what another worker has cached takes the place of KV that is looked for, and is computed again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+from router.arrivals import Arrivals
+from router.candidate import Candidate
+from router.policy import Demand
+from serving.messages import Role
+from tests.router.costed import choose, wanting, worker
+
+ALIKE = Arrivals(0, 1.5, 0.1, 2.0)  # prompts of 0.1 s that have a second and a half, two a second
+
+
+def wanted_there(name: str, role: Role = Role.MIXED, waits: float = 0.5) -> Candidate:
+    return replace(worker(name, role, waiting_seconds=waits), arrivals=(ALIKE,))
+
+
+def scores(demand: Demand, *workers: Candidate) -> dict[tuple[str, str], float]:
+    considered = choose(demand, *workers).considered
+    return {(each.prefill, each.decode): each.score for each in considered if each.score is not None}
+
+
+def test_shared_prompts_stay_where_they_are_cached_while_copies_make_others_late() -> None:
+    holder, other = wanted_there("h", waits=0.75), wanted_there("o", waits=0.2)
+    demand = wanting(tokens=1000, ttft=1.5)
+    assert choose(demand, holder, other).prefill is other
+    shared = replace(demand, cached={"h-life": 700})
+    assert choose(shared, holder, other).prefill is holder
+    nobody_comes = replace(other, arrivals=())
+    assert choose(shared, holder, nobody_comes).prefill is nobody_comes, "it is earlier there, and makes nobody late"
+
+
+def test_one_prefix_that_everybody_asks_for_is_copied_before_queues_grow() -> None:
+    """To workers that nobody else needs, and to others once it would be late."""
+    coming, demand = ALIKE._replace(limit=5.0, rate=0.5), wanting(tokens=2000, ttft=5.0, cached={"h-life": 1900})
+    holder, idle = wanted_there("h", waits=1.5), worker("i")
+    assert choose(demand, holder, idle).prefill is idle
+    needed = replace(idle, arrivals=(coming,))
+    assert choose(demand, holder, needed).prefill is holder
+    assert choose(demand, wanted_there("h", waits=6.0), needed).prefill is needed
+
+
+def test_kv_that_nobody_has_costs_no_more_than_it_did() -> None:
+    """It must be kept somewhere."""
+    mixed, prefill = wanted_there("m", waits=0.8), worker("p", Role.PREFILL, waiting_seconds=0.4)
+    unshared = scores(wanting(tokens=1000, ttft=1.5), mixed, prefill)
+    elsewhere = scores(wanting(tokens=1000, ttft=1.5, cached={"gone-life": 900}), mixed, prefill)
+    assert unshared == elsewhere, "what no worker of the view has cached is not there"
+
+
+def test_a_copy_that_is_handed_over_displaces_what_its_decode_worker_has_cached() -> None:
+    """The less, the more of it is there already."""
+    mixed, prefill = wanted_there("m", waits=0.8), worker("p", Role.PREFILL, waiting_seconds=0.4)
+    demand = wanting(tokens=1000, ttft=1.5)
+    told = [
+        scores(replace(demand, cached={"p-life": 900, "m-life": there}), mixed, prefill)["p", "m"]
+        for there in (0, 400, 700, 900)
+    ]
+    assert all(less < more for less, more in pairwise(told)) and told[0] < told[-1] - 0.1
+
+
+def test_a_worker_that_only_decodes_computes_nothing_again() -> None:
+    decode, prefill = wanted_there("d", Role.DECODE), worker("p", Role.PREFILL)
+    told = [
+        scores(wanting(tokens=1000, ttft=3.0, cached={"p-life": 900, "d-life": there}), decode, prefill)
+        for there in (0, 800)
+    ]
+    assert told[0] == told[1]
+
+
+def test_what_only_decode_workers_have_is_no_copy() -> None:
+    decode, first, second = worker("d", Role.DECODE), wanted_there("p", Role.PREFILL), wanted_there("q", Role.PREFILL)
+    demand = wanting(tokens=1000, ttft=1.5)
+    kept = replace(demand, cached={"d-life": 900})
+    assert scores(kept, decode, first, second) == scores(demand, decode, first, second)
+
+
+def test_the_price_of_a_copy_is_bounded() -> None:
+    """However many come to a worker: twice what the request brings, at each of the workers that get the copy."""
+    holder, busy = worker("h", waiting_seconds=6.0), replace(worker("b"), arrivals=(ALIKE._replace(rate=50.0),))
+    demand = wanting(tokens=2000, ttft=3.0)
+    plain = scores(demand, holder, busy)["b", "b"]
+    assert scores(replace(demand, cached={"h-life": 1900}), holder, busy)["b", "b"] >= plain - 2.0
