@@ -40,7 +40,7 @@ from serving.step_cost import StepCost
 SHORTLIST = 4  # workers of each kind whose placements are predicted,
 MIXED = 8  # and of mixed ones: how long their queues are is known only then
 DISPLACED = 3.0  # times that KV counts which a copy displaces: who looks for it makes copies elsewhere
-MOST_DISPLACED = 2.0  # times what the request itself brings that this counts at one worker
+MOST_DISPLACED = 2.0  # times a request's weight that a copy counts at most, at each worker that it comes to
 
 # A choice makes dozens of each of these: they are not frozen, which would double what making one takes.
 
@@ -56,7 +56,7 @@ class FirstToken:
     error: float
     chance: float
     lost: float  # prompts that miss their TTFT because this one passes them, or comes before them
-    displaced: float  # and because its copy of a prefix takes the place of theirs
+    displaced: float  # and because a copy of its prefix stays there
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class FurtherTokens:
     risk: float  # the error of what decides if its TPOT is met: of that, or of its TPOT
     sure: float  # the sure_ratio of that
     lost: float  # requests that decode there and miss their TPOT because this one joins them
-    displaced: float  # prompts that miss their TTFT because a copy of a prefix is handed over
+    displaced: float  # prompts that miss their TTFT because a copy of its prefix is handed over
 
 
 class PredictedPlacement(NamedTuple):
@@ -146,6 +146,7 @@ class PlacementSearch:
         self._context = demand.tokens + self.output / 2  # tokens, in the mean while it decodes
         places = self._prefills.places
         self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
+        self._copies: dict[str, float] = {}  # by instance: what a copy there displaces
         self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[Scored]:
@@ -225,13 +226,8 @@ class PlacementSearch:
         drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost, displaced = self._prompts_lost(worker, prompt, queue, drift, chance), 0.0
-        copied = self._copied(worker, cost)
-        if copied:
-            prompt = QueuedPrompt(*self.turn, compute + copied)
-            displaced = self._prompts_lost(worker, prompt, queue, drift, chance) - lost
-            displaced = min(displaced, MOST_DISPLACED * demand.weight * chance)
-        return FirstToken(worker, queue, compute, ttft, error, chance, lost, displaced)
+        lost = self._prompts_lost(worker, prompt, queue, drift, chance)
+        return FirstToken(worker, queue, compute, ttft, error, chance, lost, self._displaced(worker, cost))
 
     def _prompts_lost(
         self, worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, chance: float
@@ -240,12 +236,22 @@ class PlacementSearch:
         lost = queued_lost(worker, self.costs.of(worker), prompt, drift, self.now)
         return lost + newcomers_lost(worker, prompt, queue, drift, self.now, chance)
 
-    def _copied(self, worker: Candidate, cost: StepCost) -> float:
-        """Seconds to compute again what makes room there for KV that another worker keeps.
+    def _displaced(self, worker: Candidate, cost: StepCost) -> float:
+        """Prompts that miss their TTFT because a copy of the request's prefix stays there, however it gets there.
 
-        KV that nobody has must be kept somewhere: it costs the same wherever it is.
+        They are computed again, as if one prompt as long as what the copy lacks there came that often. KV that nobody
+        has must be kept somewhere: it costs the same wherever it is.
         """
-        return DISPLACED * cost.token * max(0, self._known - self.demand.cached.get(worker.instance, 0))
+        lacking = self._known - self.demand.cached.get(worker.instance, 0)
+        if lacking <= 0 or not (worker.queued or worker.arrivals):
+            return 0.0
+        found = self._copies.get(worker.instance)
+        if found is None:
+            prompt = QueuedPrompt(*self.turn, DISPLACED * cost.token * lacking)
+            drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+            lost = self._prompts_lost(worker, prompt, queue_seconds(worker, cost, prompt, self.now), drift, 1.0)
+            found = self._copies[worker.instance] = min(lost, MOST_DISPLACED * self.demand.weight)
+        return found
 
     def _further(self, worker: Candidate) -> FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
@@ -265,22 +271,12 @@ class PlacementSearch:
         displaced = 0.0
         if self._choice and worker.prefills:
             lost += self._slowed(worker, cost, token)
-            displaced = self._handover_lost(worker, cost)
+            displaced = self._displaced(worker, cost)
         factor, error = drift.factor, drift.error
         alone, risk, sure = None, error, drift.sure
         if worker.prefills:
             alone, risk, sure = step / each, cost.error, sure_ratio(cost.error)
         return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost, displaced)
-
-    def _handover_lost(self, worker: Candidate, cost: StepCost) -> float:
-        """Prompts at this worker that miss their TTFT objective because a copy comes from elsewhere, and stays."""
-        copied = self._copied(worker, cost)
-        if not copied:
-            return 0.0
-        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
-        prompt = QueuedPrompt(*self.turn, copied)
-        lost = self._prompts_lost(worker, prompt, queue_seconds(worker, cost, prompt, self.now), drift, 1.0)
-        return min(lost, MOST_DISPLACED * self.demand.weight)
 
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""

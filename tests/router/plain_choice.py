@@ -172,16 +172,8 @@ class PlainChoice:
         if decode.prefills and self.choice:
             lost += self.slowed(decode, self.output * usual_token)
         used = objectives_used(demand.slo, ttft, tpot, demand.output)
-        displaced += 0.0 if own else self.handed_over(decode)
+        displaced += self.displaced(decode) if not own and decode.prefills and self.choice else 0.0
         return PlainPair(decode, prefill, Prediction(*raw), demand.weight * chance - lost - passed - displaced, used)
-
-    def handed_over(self, worker: Candidate) -> float:
-        """Prompts that are late at a worker that computes some, as a copy of a prefix comes and stays."""
-        seconds = self.copied(worker) if worker.prefills and self.choice else 0.0
-        if not seconds:
-            return 0.0
-        queue = queue_seconds(worker, self.cost(worker), QueuedPrompt(*self.demand.turn(self.now), seconds), self.now)
-        return min(self.passed(worker, seconds, queue, 1.0), MOST_DISPLACED * self.demand.weight)
 
     def beside(self, worker: Candidate, tpot: float | None) -> float:
         """What prompts as long as this one add to a decode step there."""
@@ -228,9 +220,7 @@ class PlainChoice:
         left = demand.first_token_in
         ttft, error = (queue + compute) * factor_of(drift), sqrt(drift.variance)
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost, both = (self.passed(worker, compute + more, queue, chance) for more in (0.0, self.copied(worker)))
-        displaced = min(both - lost, MOST_DISPLACED * demand.weight * chance)
-        return queue, compute, ttft, error, chance, lost, displaced
+        return queue, compute, ttft, error, chance, self.passed(worker, compute, queue, chance), self.displaced(worker)
 
     def passed(self, worker: Candidate, seconds: float, queue: float, chance: float) -> float:
         """Prompts that are late as this request takes so many seconds, `queue` seconds from now."""
@@ -239,11 +229,14 @@ class PlainChoice:
         lost = queued_lost(worker, self.cost(worker), prompt, drift, self.now)
         return lost + newcomers_missed(worker, prompt, queue, drift, self.now, chance)
 
-    def copied(self, worker: Candidate) -> float:
-        """Seconds to compute again what others look for, where a prefix that another worker has comes to lie."""
+    def displaced(self, worker: Candidate) -> float:
+        """Prompts that are late as others are computed again, where a prefix that another worker has comes to lie."""
         cached, able = self.demand.cached, {each.instance for each in self.view.prefill}
         known = max((tokens for each, tokens in cached.items() if each in able), default=0)
-        return DISPLACED * self.cost(worker).token * max(0, known - cached.get(worker.instance, 0))
+        seconds = DISPLACED * self.cost(worker).token * max(0, known - cached.get(worker.instance, 0))
+        prompt = QueuedPrompt(*self.demand.turn(self.now), seconds)
+        queue = queue_seconds(worker, self.cost(worker), prompt, self.now)
+        return min(self.passed(worker, seconds, queue, 1.0), MOST_DISPLACED * self.demand.weight) if seconds else 0.0
 
 
 def factor_of(drift: Drift) -> float:

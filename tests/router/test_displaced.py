@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
+
 from router.arrivals import Arrivals
 from router.candidate import Candidate
 from router.policy import Demand
@@ -78,9 +80,20 @@ def test_what_only_decode_workers_have_is_no_copy() -> None:
     assert scores(kept, decode, first, second) == scores(demand, decode, first, second)
 
 
+@pytest.mark.parametrize("rate", [0.2, 0.5, 1.0, 20.0])
+@pytest.mark.parametrize("left", [1.5, -0.1])
+def test_a_copy_costs_the_same_however_it_comes_to_a_worker(rate: float, left: float) -> None:
+    """Else an idle worker that has the prefix would be passed over for one that computes it again, and late."""
+    holder = worker("p", Role.PREFILL)
+    mixed = replace(worker("m"), arrivals=(ALIKE._replace(rate=rate),))
+    demand = wanting(tokens=4000, ttft=1.5, cached={"p-life": 3900})
+    assert choose(replace(demand, first_token_in=left), mixed, holder).prefill is holder
+
+
 def test_the_price_of_a_copy_is_bounded() -> None:
-    """However many come to a worker: twice what the request brings, at each of the workers that get the copy."""
-    holder, busy = worker("h", waiting_seconds=6.0), replace(worker("b"), arrivals=(ALIKE._replace(rate=50.0),))
-    demand = wanting(tokens=2000, ttft=3.0)
-    plain = scores(demand, holder, busy)["b", "b"]
-    assert scores(replace(demand, cached={"h-life": 1900}), holder, busy)["b", "b"] >= plain - 2.0
+    """However many come to a worker: twice the weight of the request, at each worker that gets a copy."""
+    holder, busy = worker("h", Role.PREFILL), replace(worker("b"), arrivals=(ALIKE._replace(rate=50.0),))
+    demand = wanting(tokens=2000, ttft=3.0, weight=0.5)
+    plain, priced = (scores(replace(demand, cached=cached), holder, busy) for cached in ({}, {"h-life": 1900}))
+    assert plain["b", "b"] - priced["b", "b"] == pytest.approx(1.0)
+    assert scores(replace(demand, cached={"b-life": 0, "h-life": 1900}), holder, busy)["h", "b"] >= -1.0 - 0.5

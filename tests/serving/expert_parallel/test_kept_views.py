@@ -47,8 +47,10 @@ def mapped_segments() -> int:
 def no_collections() -> Iterator[None]:
     gc.collect()
     gc.disable()
-    yield
-    gc.enable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def test_as_many_rows_again_are_answered_by_the_same_tensors() -> None:

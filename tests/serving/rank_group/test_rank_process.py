@@ -71,9 +71,9 @@ def test_a_rank_has_collected_its_garbage_before_it_may_be_taken_in(monkeypatch:
     kv = SimpleNamespace(segment=None, compiled=None, most_rows=1, deadline=1.0, balancing=None, bridged=False)
     for name in ("MappedPlanes", "EpochMember", "loader_of", "loaded_share"):
         monkeypatch.setattr(rank_process, name, lambda *_, **__: made)
-    monkeypatch.setattr(rank_process, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(rank_process, "keep_freed_memory", lambda: happened.append("keeps memory"))
     monkeypatch.setattr(rank_process, "collect_seldom", lambda: happened.append("collected"))
     order = LoadShare(path=Path(), dtype="float32", rank=1, ranks=2, redundant=0, threads=torch.get_num_threads())
     with pytest.raises(ChannelClosed):
         rank_process.serve(cast(Channel, Leader([order, kv], happened)))
-    assert happened == ["collected", KVMapped()]
+    assert happened == ["keeps memory", "collected", KVMapped()]
