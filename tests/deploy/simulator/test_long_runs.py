@@ -90,6 +90,17 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector(
 ) -> None:
     """What refers to itself lies about until all objects are looked at, which among many happens seldom."""
     plan = ClusterPlan.of(PROFILE, PLACEMENTS[placement], "least_loaded")
+    monkeypatch.setattr(run_module, "collecting_seldom", nullcontext)
+    found: list[Counter[str]] = []
+    for _ in range(3):  # what a thread of an earlier test leaves meanwhile is in one run, what requests leave in all
+        found.append(garbage_of(plan))
+        if not found[-1]:
+            return
+    raise AssertionError(found)
+
+
+def garbage_of(plan: ClusterPlan) -> Counter[str]:
+    """What refers to itself after forty of the requests of a small run, by type."""
     found: list[object] = []
     over = [0]
 
@@ -102,7 +113,6 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector(
             found[:] = gc.garbage  # those of the first twenty may be the cluster's own
             gc.garbage.clear()
 
-    monkeypatch.setattr(run_module, "collecting_seldom", nullcontext)
     gc.collect()
     gc.disable()
     try:
@@ -110,7 +120,7 @@ def test_a_request_that_has_ended_leaves_nothing_to_the_garbage_collector(
     finally:
         gc.enable()
     assert over[0] == 70
-    assert not Counter(type(each).__name__ for each in found)
+    return Counter(type(each).__name__ for each in found)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
