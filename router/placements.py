@@ -147,6 +147,7 @@ class PlacementSearch:
         places = self._prefills.places
         self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
         self._copies: dict[str, float] = {}  # by instance: what a copy there displaces
+        self._holder = self._first_holder()  # a shortlist goes by time alone: a copy may cost more than a queue
         self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[Scored]:
@@ -158,6 +159,8 @@ class PlacementSearch:
         if not view.decode:
             return [self._alone(self._elsewhere(worker)) for worker in self._quickest()]
         split, mixed = self._decodes()
+        if (holder := self._holder) is not None and holder not in mixed and self._could_decode(holder):
+            mixed = [*mixed, holder]
         # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
         self._choice = bool(split) or not self._prefills.all_decode
         quickest = self._quickest() if self._choice else []
@@ -176,10 +179,27 @@ class PlacementSearch:
         return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, MIXED)
 
     def _quickest(self) -> list[Candidate]:
-        demand, columns, now = self.demand, self._prefills, self.now
+        demand, columns, now, holder = self.demand, self._prefills, self.now, self._holder
         if columns.known and not columns.others:
-            return columns.prompts(demand, now, 2 * SHORTLIST)
-        return quickest_prompts(demand, self.view.prefill, self.costs, now, 2 * SHORTLIST)
+            found = columns.prompts(demand, now, 2 * SHORTLIST)
+        else:
+            found = quickest_prompts(demand, self.view.prefill, self.costs, now, 2 * SHORTLIST)
+        return found if holder is None else [holder, *(worker for worker in found if worker is not holder)]
+
+    def _first_holder(self) -> Candidate | None:
+        """Of those that have the most of the prompt, if any has some, the one whose prompts are computed first."""
+        places, workers, known = self._prefills.places, self._prefills.workers, self._known
+        if not known:
+            return None
+        most = [
+            workers[places[each]] for each, cached in self.demand.cached.items() if cached == known and each in places
+        ]
+        return min(most, key=lambda worker: (worker.prompts_left_at, places[worker.instance]))
+
+    def _could_decode(self, worker: Candidate) -> bool:
+        """True for a mixed one of the view with room for the whole text."""
+        decodes = worker.decodes and self._columns.of(self.view.decode).holds(worker)
+        return decodes and worker.load < 1.0 and self.demand.tokens < worker.device_tokens
 
     def _firsts_for(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
         """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
@@ -239,8 +259,8 @@ class PlacementSearch:
     def _displaced(self, worker: Candidate, cost: StepCost) -> float:
         """Prompts that miss their TTFT because a copy of the request's prefix stays there, however it gets there.
 
-        They are computed again, as if one prompt as long as what the copy lacks there came that often. KV that nobody
-        has must be kept somewhere: it costs the same wherever it is.
+        As if a prompt came that takes DISPLACED times what is lacking there. KV that nobody has must be kept somewhere:
+        it costs the same wherever it is.
         """
         lacking = self._known - self.demand.cached.get(worker.instance, 0)
         if lacking <= 0 or not (worker.queued or worker.arrivals):

@@ -109,7 +109,9 @@ class PlainChoice:
         demand, view = self.demand, self.view
         if all(worker.cost is None for worker in self.workers):
             return []
-        quickest = sorted(view.prefill, key=self.first_roughly)[: 2 * SHORTLIST]
+        quickest, holder = sorted(view.prefill, key=self.first_roughly)[: 2 * SHORTLIST], self.holder()
+        if holder is not None:
+            quickest = [holder, *(worker for worker in quickest if worker is not holder)]
         if not view.decode:
             return [self.alone(worker) for worker in quickest]
         fitting = [worker for worker in view.decode if demand.tokens < worker.device_tokens] or list(view.decode)
@@ -120,8 +122,18 @@ class PlainChoice:
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
         mixed = sorted((worker for worker in able if worker.prefills), key=text)[:MIXED]
+        roomy = holder is not None and holder.load < 1.0 and demand.tokens < holder.device_tokens
+        if holder is not None and roomy and holder.decodes and holder in view.decode and holder not in mixed:
+            mixed.append(holder)
         self.choice = bool(split) or any(not worker.decodes for worker in view.prefill)
         return [self.pair(prefill, decode) for decode in (*split, *mixed) for prefill in self.feeds(decode, quickest)]
+
+    def holder(self) -> Candidate | None:
+        """Of those that have the most of the prompt the one whose prompts are computed first."""
+        cached = self.demand.cached
+        most = max((cached.get(worker.instance, 0) for worker in self.view.prefill), default=0)
+        having = [worker for worker in self.view.prefill if cached.get(worker.instance, 0) == most > 0]
+        return min(having, key=lambda worker: worker.prompts_left_at) if having else None
 
     def feeds(self, decode: Candidate, quickest: list[Candidate]) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker."""

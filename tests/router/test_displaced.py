@@ -10,7 +10,12 @@ import pytest
 from router.arrivals import Arrivals
 from router.candidate import Candidate
 from router.policy import Demand
+from router.request_state import RequestState
+from router.worth import worth
+from serving.errors import Overloaded
 from serving.messages import Role
+from serving.service_class import ServiceClass
+from tests.router.conftest import wanted
 from tests.router.costed import choose, wanting, worker
 
 ALIKE = Arrivals(0, 1.5, 0.1, 2.0)  # prompts of 0.1 s that have a second and a half, two a second
@@ -97,3 +102,26 @@ def test_the_price_of_a_copy_is_bounded() -> None:
     plain, priced = (scores(replace(demand, cached=cached), holder, busy) for cached in ({}, {"h-life": 1900}))
     assert plain["b", "b"] - priced["b", "b"] == pytest.approx(1.0)
     assert scores(replace(demand, cached={"b-life": 0, "h-life": 1900}), holder, busy)["h", "b"] >= -1.0 - 0.5
+
+
+@pytest.mark.parametrize("others", [1, 8, 30])
+def test_a_holder_is_looked_at_among_many(others: int) -> None:
+    """A shortlist goes by time alone."""
+    demand = wanting(tokens=1000, ttft=1.5, cached={"h-life": 700})
+    holder, more = wanted_there("h", waits=0.75), [wanted_there(f"o{n}", waits=0.2) for n in range(others)]
+    assert choose(demand, *more, holder).prefill is holder
+    holder, decode = wanted_there("h", Role.PREFILL, waits=0.75), worker("d", Role.DECODE)
+    more = [wanted_there(f"o{n}", Role.PREFILL, waits=0.2) for n in range(others)]
+    assert choose(demand, decode, *more, holder).prefill is holder
+
+
+def test_a_request_that_could_be_in_time_elsewhere_is_not_refused() -> None:
+    """It goes where it is late, as others would lose more."""
+    idle = replace(worker("m"), arrivals=(ALIKE._replace(limit=1.0, rate=1.0),))
+    late, demand = worker("l", waiting_seconds=3.0), wanting(tokens=1400, ttft=1.5, cached={"l-life": 1350})
+    shedding, state = ServiceClass(name="s", shed=True), RequestState(request=wanted(max_tokens=64))
+    decision = choose(demand, idle, late)
+    assert decision.prefill is late and worth(shedding, state, demand, decision)
+    alone = choose(demand, late)
+    with pytest.raises(Overloaded):
+        worth(shedding, state, demand, alone)
