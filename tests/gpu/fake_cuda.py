@@ -229,16 +229,17 @@ class FakeCuda(Streams):
         assert not hosts(args), f"{func} is given memory of the host"
         if func.is_view:
             return tree_map(self._wrapped, func(*self._inner(args), **self._inner(kwargs)))
-        if packet not in ROOM:
-            self.count("launch", self.current())
+        if packet in ROOM:
+            return self._late(func, self._inner(args), self._inner(kwargs), fills=False)
+        self.count("launch", self.current())
         if func._schema.is_mutable:
             given, named = self._inner(args), self._inner(kwargs)
             self.queue(self.current(), lambda: func(*given, **named))
             return args[0] if "out" not in kwargs else kwargs["out"]
         return self._late(func, self._inner(args), self._inner(kwargs))
 
-    def _late(self, func: Any, given: Any, named: Any) -> Any:
-        """The result of an operation, which holds old bytes until that is done."""
+    def _late(self, func: Any, given: Any, named: Any, *, fills: bool = True) -> Any:
+        """The result of an operation, which holds old bytes until that is done; for good if it `fills` nothing."""
         shapes = func(*tree_map(as_meta, given), **(tree_map(as_meta, named) | device_of(func)))
         results = tree_map(lambda t: poisoned(t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t, shapes)
 
@@ -247,7 +248,8 @@ class FakeCuda(Streams):
             for result, value in zip(flat(results), flat(found), strict=True):
                 result.copy_(value)
 
-        self.queue(self.current(), work)
+        if fills:
+            self.queue(self.current(), work)
         return tree_map(self._wrapped, results)
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +47,16 @@ def test_the_host_reads_old_bytes_until_it_has_waited() -> None:
     event.synchronize()
     assert host.tolist() == [1, 2, 3, 4]
     assert (cuda.total("launch"), cuda.total("copy"), cuda.total("wait: event")) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("made", [lambda one: one.new_empty(64), torch.empty_like])
+def test_memory_that_nothing_is_written_to_stays_as_it_is(made: Callable[[Tensor], Tensor]) -> None:
+    """Whatever this process had there before: a test of what is computed from it goes alike each time."""
+    cuda = FakeCuda()
+    room = made(cuda.tensor(torch.zeros(64)))
+    cuda.finish()
+    assert cuda.peek(room).view(torch.uint8).unique().tolist() == [POISON]
+    assert cuda.total("launch") == 0
 
 
 @pytest.mark.parametrize(
