@@ -97,6 +97,7 @@ def budget_lines(steps: Sequence[Step], spread: SpreadModel) -> Iterator[str]:
     share = f"{most / 1e6:.2f} MB within a second, {100 * most / allowed:.0f} % of what the budget allows"
     yield f"moved: {ranks.totals.moved_experts} experts, {ranks.totals.moved_bytes / 1e6:.1f} MB; at most {share}"
     yield f"placed anew {steps[-1].placements - 1} times; imbalance in the last round {ranks.imbalance:.2f}"
+    yield f"switches and what is told of them took {1e3 * ranks.switch_seconds:.2f} ms of a step at most (the leader's)"
 
 
 def loads() -> str:

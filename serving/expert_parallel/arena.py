@@ -68,13 +68,15 @@ class ExpertArena:
         return self._memory[layer, number]
 
     def holding(self, layer: int, experts: Sequence[nn.Module]) -> list[nn.Module]:
-        """A module for each buffer of a layer, the last one's weights unset: `experts` are those of its slots.
+        """A module for each buffer of a layer, the last one's weights zero: `experts` are those of its slots.
 
         Their weights are copied; the modules given keep theirs, and may be let go.
         """
         modules = []
         for number, expert in enumerate([*experts, experts[0]]):
             buffer = self.buffer(layer, number)
+            if number == self.slots:
+                buffer.zero_()  # or its pages would be found while ranks compute, and the machine gives them slowly
             twin = deepcopy(expert, {id(one): one for one in expert.parameters()})
             for field in self.form.fields:
                 view = field.view(buffer)

@@ -140,6 +140,11 @@ class EpochMember:
         return () if self._rebalance is None else self._rebalance.status.imbalance
 
     @property
+    def switch_seconds(self) -> float:
+        """The longest that a switch to moved experts has held up a step of this rank in this epoch."""
+        return 0.0 if self._rebalance is None else self._rebalance.status.switch_seconds
+
+    @property
     def totals(self) -> RankTotals:
         if self.exchange is None:
             return self._before

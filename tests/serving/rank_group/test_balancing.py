@@ -69,6 +69,7 @@ def test_experts_move_while_texts_go_on_and_a_rank_is_lost(compiled: bool, mixtr
         texts.until_moved()
         assert spread.ranks.totals.moved_bytes > 0
         assert spread.ranks.imbalance >= 1
+        assert 0.0 < spread.ranks.switch_seconds < MOVING_SECONDS
         os.kill(pids(spread)[1], signal.SIGKILL)
         texts.turn()
         assert spread.ranks.size == 2
