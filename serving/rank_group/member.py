@@ -141,7 +141,7 @@ class EpochMember:
 
     @property
     def switch_seconds(self) -> float:
-        """The longest that a switch to moved experts has held up a step of this rank in this epoch."""
+        """The longest that experts that move have held up a step of this rank as it began, in this epoch."""
         return 0.0 if self._rebalance is None else self._rebalance.status.switch_seconds
 
     @property

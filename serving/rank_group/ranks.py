@@ -89,7 +89,7 @@ class RankGroup:
         self.most_rows = 0  # that a step has at most
         self.totals = RankTotals()  # what all ranks had sent and moved after the last step
         self.imbalance = 0.0  # of the MoE layer that is balanced worst: the heaviest rank's load over the mean; or 0
-        self.switch_seconds = 0.0  # the longest that moved experts have held up the leader where a step begins
+        self.switch_seconds = 0.0  # the longest that experts that move have held up the leader as a step began
         self._steps, self._began = 0, 0.0
         self._unfinished = False  # the last step, by the leader itself
         self._order: LoadShare | None = None

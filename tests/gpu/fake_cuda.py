@@ -27,7 +27,7 @@ from serving.streams import DEFAULT, Streams
 POISON = 0xA5  # each byte of memory that nothing has been written to
 DEVICE = torch.device("cuda", 0)
 ATEN = torch.ops.aten
-ROOM = {ATEN.new_empty, ATEN.empty_like}  # nothing is launched for it
+ROOM = {ATEN.new_empty, ATEN.empty_like, ATEN.new_empty_strided}  # nothing is launched for it
 WAITING = {ATEN.nonzero, ATEN.masked_select, ATEN.equal, ATEN.is_nonzero}  # the shape or value goes to the host
 
 
@@ -229,7 +229,7 @@ class FakeCuda(Streams):
         assert not hosts(args), f"{func} is given memory of the host"
         if func.is_view:
             return tree_map(self._wrapped, func(*self._inner(args), **self._inner(kwargs)))
-        if packet in ROOM:
+        if packet in ROOM and not func._schema.is_mutable:
             return self._late(func, self._inner(args), self._inner(kwargs), fills=False)
         self.count("launch", self.current())
         if func._schema.is_mutable:

@@ -49,7 +49,9 @@ def test_the_host_reads_old_bytes_until_it_has_waited() -> None:
     assert (cuda.total("launch"), cuda.total("copy"), cuda.total("wait: event")) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("made", [lambda one: one.new_empty(64), torch.empty_like])
+@pytest.mark.parametrize(
+    "made", [lambda one: one.new_empty(64), torch.empty_like, lambda one: one.new_empty_strided((32,), (2,))]
+)
 def test_memory_that_nothing_is_written_to_stays_as_it_is(made: Callable[[Tensor], Tensor]) -> None:
     """Whatever this process had there before: a test of what is computed from it goes alike each time."""
     cuda = FakeCuda()

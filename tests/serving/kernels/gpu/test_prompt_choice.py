@@ -179,26 +179,25 @@ def test_one_that_was_worth_it_and_fails_now_is_not_tried_at_every_start(
         library.mend()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"least": 0}, {"least": True}, {"least": "2"}, {"failed": True}, {"failed": 1}, {"reason": None}, {"more": 1}],
-    ids=str,
-)
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"least": 0}, {"least": True}, {"least": "2"}, {"failed": True}, {"failed": 1}, {"reason": None}, {"more": 1},
+)  # fmt: skip
+
+
 def test_what_is_kept_is_believed_whole_or_not_at_all(
-    change: dict[str, Any], flashinfer: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
+    flashinfer: ModuleType, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Timed(monkeypatch, 1.0, 0.5)
     choose_prompts("auto", WORK, DEVICE, clock)
     (kept,) = cache.glob("*.json")
     content = json.loads(kept.read_bytes())
-    (entry,) = content["verdicts"].values()
-    entry.update(change)
+    ((key, entry),) = content["verdicts"].items()
     each = clock.read
-    damaged = (json.dumps(content), "{", "[]", json.dumps(content | {"verdicts": [1]}))
-    for number, text in enumerate(damaged, 2):
+    changed = (json.dumps(content | {"verdicts": {key: entry | change}}) for change in CHANGES)
+    for number, text in enumerate([*changed, "{", "[]", json.dumps(content | {"verdicts": [1]})], 2):
         kept.write_text(text)
         choose_prompts("auto", WORK, DEVICE, clock)
-        assert clock.read == number * each
+        assert clock.read == number * each, text
 
 
 def test_of_workers_that_start_at_once_one_measures_and_all_do_what_it_found(
