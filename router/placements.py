@@ -194,7 +194,8 @@ class PlacementSearch:
         most = [
             workers[places[each]] for each, cached in self.demand.cached.items() if cached == known and each in places
         ]
-        return min(most, key=lambda worker: (worker.prompts_left_at, places[worker.instance]))
+        now = self.now  # idle ones are alike, however long ago they were heard of
+        return min(most, key=lambda worker: (max(now, worker.prompts_left_at), places[worker.instance]))
 
     def _could_decode(self, worker: Candidate) -> bool:
         """True for a mixed one of the view with room for the whole text."""

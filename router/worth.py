@@ -27,16 +27,13 @@ def welcome(known: ServiceClass, state: RequestState, demand: Demand, decision: 
 def worth(known: ServiceClass, state: RequestState, demand: Demand, decision: Decision) -> bool:
     """False if a request of this class waits here rather than in that worker's queue, or has to queue up again.
 
-    If it is late wherever it goes, it is refused with Overloaded or goes on without its objectives, by its class: not
-    where it is late at the best placement because others lose more elsewhere. A text that has begun goes on in any
-    case.
+    If it is late at the best placement, elsewhere too or because others would lose more there, it is refused with
+    Overloaded or goes on without its objectives, by its class. A text that has begun goes on in any case.
     """
     predicted = decision.predicted
     if predicted is None or state.generated:
         return True
-    everywhere = [each.predicted for each in decision.considered if each.predicted is not None] or [predicted]
-    late = all(hopeless(each, demand.first_token_in, _objective(demand)) for each in everywhere)
-    if judged(known, state) and late:
+    if judged(known, state) and hopeless(predicted, demand.first_token_in, _objective(demand)):
         if known.shed:
             check_hope(predicted, demand.first_token_in, state)
         state.degrade()

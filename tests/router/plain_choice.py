@@ -133,7 +133,7 @@ class PlainChoice:
         cached = self.demand.cached
         most = max((cached.get(worker.instance, 0) for worker in self.view.prefill), default=0)
         having = [worker for worker in self.view.prefill if cached.get(worker.instance, 0) == most > 0]
-        return min(having, key=lambda worker: worker.prompts_left_at) if having else None
+        return min(having, key=lambda worker: max(self.now, worker.prompts_left_at)) if having else None
 
     def feeds(self, decode: Candidate, quickest: list[Candidate]) -> list[Candidate]:
         """Who may compute the prompt for a decode by this worker."""

@@ -115,13 +115,14 @@ def test_a_holder_is_looked_at_among_many(others: int) -> None:
     assert choose(demand, decode, *more, holder).prefill is holder
 
 
-def test_a_request_that_could_be_in_time_elsewhere_is_not_refused() -> None:
-    """It goes where it is late, as others would lose more."""
+@pytest.mark.parametrize("waiting", [3.0, 300.0])
+def test_who_is_late_where_others_lose_least_is_shed_or_degraded(waiting: float) -> None:
+    """Also where it could be in time elsewhere. Before: it queued where it was late, and the queue had no bound."""
     idle = replace(worker("m"), arrivals=(ALIKE._replace(limit=1.0, rate=1.0),))
-    late, demand = worker("l", waiting_seconds=3.0), wanting(tokens=1400, ttft=1.5, cached={"l-life": 1350})
-    shedding, state = ServiceClass(name="s", shed=True), RequestState(request=wanted(max_tokens=64))
+    late, demand = worker("l", waiting_seconds=waiting), wanting(tokens=1400, ttft=1.5, cached={"l-life": 1350})
     decision = choose(demand, idle, late)
-    assert decision.prefill is late and worth(shedding, state, demand, decision)
-    alone = choose(demand, late)
+    assert decision.prefill is late
+    state = RequestState(request=wanted(max_tokens=64))
+    assert not worth(ServiceClass(name="d", degrade=True), state, demand, decision) and state.degraded
     with pytest.raises(Overloaded):
-        worth(shedding, state, demand, alone)
+        worth(ServiceClass(name="s", shed=True), RequestState(request=wanted(max_tokens=64)), demand, decision)

@@ -163,7 +163,8 @@ def test_a_worker_flips_and_is_begun_in_its_new_role_when_its_process_dies(
     assert before.pid is not None
     os.kill(before.pid, signal.SIGKILL)
     wait_until(lambda: not server.metric("role_flips_total", engine="decode-1"), SECONDS, "its next process reports")
-    assert asyncio.run(roles(nodes))["decode-1"] == (Role.PREFILL, "ready")
+    begun = (Role.PREFILL, "ready")  # a while after it first reports: it has to load the model
+    wait_until(lambda: asyncio.run(roles(nodes))["decode-1"] == begun, SECONDS, "it is ready in its new role")
     assert asyncio.run(roles(nodes, Role.DECODE))["decode-1"] == (Role.DECODE, "ready")
     assert client.finish(ask(client)) == undisturbed
     server.wait_idle()
