@@ -81,7 +81,7 @@ def test_what_a_switch_takes_of_a_step_is_told(mixtral: Path, monkeypatch: pytes
         monkeypatch.undo()
         os.kill(pids(spread)[1], signal.SIGKILL)
         texts.turn()
-        assert spread.ranks.size == 2
+        assert spread.ranks.counts.losses == 1  # the rank may be back already
         assert spread.ranks.switch_seconds >= longest
 
 
@@ -96,6 +96,6 @@ def test_experts_move_while_texts_go_on_and_a_rank_is_lost(compiled: bool, mixtr
         assert spread.ranks.imbalance >= 1
         os.kill(pids(spread)[1], signal.SIGKILL)
         texts.turn()
-        assert spread.ranks.size == 2
+        assert spread.ranks.counts.losses == 1  # the rank may be back already
         texts.until_moved()
         assert spread.ranks.lost is None

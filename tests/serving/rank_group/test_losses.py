@@ -176,7 +176,7 @@ def test_a_leader_that_loses_everybody_goes_on_alone(mixtral: Path) -> None:
         for _ in range(2):
             group.step(ALL)
             reference.step(ALL)
-        assert spread.ranks.size == 1
+        assert spread.ranks.counts.losses == RANKS - 1  # they may be back already
         until_back(spread, group, reference)
         assert group.tokens == reference.tokens
 
