@@ -113,7 +113,7 @@ class RequestState:
         return self.promised is not None
 
     def degrade(self) -> None:
-        """It can meet its objectives nowhere: from now on nothing is ordered or limited by them."""
+        """It is late at its best placement: from now on nothing is ordered or limited by them."""
         self.promised = self.request
         self.request = replace(self.request, slo=Slo(), priority=max(DEGRADED_PRIORITY, self.request.priority))
 

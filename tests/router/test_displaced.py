@@ -122,6 +122,7 @@ def test_who_is_late_where_others_lose_least_is_shed_or_degraded(waiting: float)
     late, demand = worker("l", waiting_seconds=waiting), wanting(tokens=1400, ttft=1.5, cached={"l-life": 1350})
     decision = choose(demand, idle, late)
     assert decision.prefill is late
+    assert any(each.predicted is not None and each.predicted.ttft < 1.5 for each in decision.considered), "elsewhere"
     state = RequestState(request=wanted(max_tokens=64))
     assert not worth(ServiceClass(name="d", degrade=True), state, demand, decision) and state.degraded
     with pytest.raises(Overloaded):

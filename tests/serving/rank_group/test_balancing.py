@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -86,7 +87,9 @@ def test_what_a_switch_takes_of_a_step_is_told(mixtral: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NEEDS_KERNELS)])
-def test_experts_move_while_texts_go_on_and_a_rank_is_lost(compiled: bool, mixtral: Path) -> None:
+def test_experts_move_while_texts_go_on_and_a_rank_is_lost(
+    compiled: bool, mixtral: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Balanced, lost with its experts where they have moved to, and balanced again by those that are left."""
     one = compiled_alone(mixtral) if compiled else alone(mixtral)
     with spread_over(mixtral, 3, redundant=3, balancing=BALANCING) as spread:
@@ -96,6 +99,6 @@ def test_experts_move_while_texts_go_on_and_a_rank_is_lost(compiled: bool, mixtr
         assert spread.ranks.imbalance >= 1
         os.kill(pids(spread)[1], signal.SIGKILL)
         texts.turn()
-        assert spread.ranks.counts.losses == 1  # the rank may be back already
+        assert re.search(r"goes on with rank 0, rank 1, \d", caplog.text)  # the other may be back already
         texts.until_moved()
         assert spread.ranks.lost is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -167,7 +168,7 @@ def stopping_first(victim: int, begin: Callable[[GroupEpochs, BeginEpoch], None]
 
 
 @pytest.mark.slow
-def test_a_leader_that_loses_everybody_goes_on_alone(mixtral: Path) -> None:
+def test_a_leader_that_loses_everybody_goes_on_alone(mixtral: Path, caplog: pytest.LogCaptureFixture) -> None:
     reference = Side(alone(mixtral))
     with spread_over(mixtral, RANKS) as spread:
         group = Side(group_forward(spread))
@@ -176,7 +177,7 @@ def test_a_leader_that_loses_everybody_goes_on_alone(mixtral: Path) -> None:
         for _ in range(2):
             group.step(ALL)
             reference.step(ALL)
-        assert spread.ranks.counts.losses == RANKS - 1  # they may be back already
+        assert re.search(r"goes on with rank 0, \d", caplog.text)  # the others may be back already
         until_back(spread, group, reference)
         assert group.tokens == reference.tokens
 
