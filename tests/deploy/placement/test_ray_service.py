@@ -92,6 +92,11 @@ def test_the_router_is_on_the_head_where_no_worker_computes() -> None:
     assert keyed == ["head"], "clients' keys are the router's"
 
 
+def test_actors_come_behind_nothing_else_on_their_nodes() -> None:
+    for group in pods(rendered(LARGE)).values():
+        assert {"name": "RAY_worker_niceness", "value": "0"} in container(group)["env"]
+
+
 def test_ray_serve_takes_the_application() -> None:
     schema = pytest.importorskip(
         "ray.serve.schema", reason="Ray Serve is not installed: pip install 'millrace[ray-serve]'"

@@ -9,7 +9,7 @@ from deploy.on_ray.actors import ActorReport
 from tests.flow.server import wait_until
 
 STORE = 80_000_000  # bytes: nothing of ours is in Ray's object store
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @dataclass

@@ -135,6 +135,9 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
     head, other = nodes.nodes["head"].node_id, nodes.nodes["other"].node_id
     assert where == {"prefill-0": head, "decode-0": head, "decode-1": other}
     assert nodes.groups() == ["CREATED", "CREATED"]
+    child = nodes.running("decode-0").pid
+    assert child is not None
+    assert os.getpriority(os.PRIO_PROCESS, child) == os.getpriority(os.PRIO_PROCESS, 0), "as urgent as who asks"
 
 
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
