@@ -41,6 +41,7 @@ from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
+CACHED_BYTES = 32 << 20  # of all ranks' results in a round, that caches may hold: systems tell of what is not theirs
 KEPT_VIEWS = 256  # of rows received and of sums, by their number: each takes some µs to make
 
 
@@ -63,7 +64,7 @@ class SharedMemoryExchange(RoundTrips):
         pidfds = numbers(*(watch.descriptors.get(other, -1) for other in range(shape.ranks)))
         pids = numbers(*(watch.pids.get(other, -1) for other in range(shape.ranks)))
         self._exchange: int | None = self._functions.create(
-            c_shape(shape, rank), addresses, pidfds, pids, int(deadline * 1e9), int(spin * 1e9)
+            c_shape(shape, rank), addresses, pidfds, pids, int(deadline * 1e9), int(spin * 1e9), CACHED_BYTES
         )
         self._counted = self._functions.traffic(self._exchange).contents
         self._loss = self._functions.loss(self._exchange).contents

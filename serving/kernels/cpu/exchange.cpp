@@ -36,6 +36,7 @@ struct Exchange : Waits {
     std::vector<const uint8_t*> summands;  // results of one row, in the order of its experts, and of the next
     ExchangeTraffic traffic{};
     int32_t announced = 0, agreed = 0;
+    int64_t cached_bytes = 0;
 
     explicit Exchange(const ExchangeShape& given) : Waits(given) {}
 
@@ -184,10 +185,13 @@ struct Exchange : Waits {
         return shape.back == F32 ? sum_of<float>(trip, weights, sums) : sum_of<uint16_t>(trip, weights, sums);
     }
 
-    // While a row's results are added up, those of the next row are fetched.
+    // While a row's results are added up, the next ones are fetched. Of ranks whose results are more than the caches hold
+    // sums would not be found there either, and are spared being read before they are written.
     template <class Number>
     bool sum_of(const Trip& trip, const float* weights, float* sums) {
         const int64_t hidden = shape.hidden, top_k = shape.top_k;
+        const int64_t row_bytes = top_k * hidden * item_bytes(shape.back);
+        const bool past_caches = shape.ranks * trip.tokens * row_bytes > cached_bytes;
         const uint8_t **these = summands.data(), **next = these + top_k;
         std::fill(counts.begin(), counts.end(), 0);
         if (trip.tokens && !find_results(trip, 0, these)) return false;
@@ -196,9 +200,10 @@ struct Exchange : Waits {
             if (!last && !find_results(trip, t + 1, next)) return false;
             add_up(reinterpret_cast<const Number* const*>(these),
                    reinterpret_cast<const Number* const*>(last ? these : next), weights + t * top_k, top_k, hidden,
-                   sums + t * hidden);
+                   sums + t * hidden, past_caches);
             std::swap(these, next);
         }
+        if (past_caches) in_memory();
         return true;
     }
 
@@ -219,13 +224,15 @@ extern "C" {
 int64_t millrace_exchange_bytes(const ExchangeShape* shape) { return Layout(*shape).bytes(); }
 
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
-                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns) {
+                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns,
+                                   int64_t cached_bytes) {
     Exchange* exchange = new Exchange(*shape);
     exchange->segments.assign(segments, segments + shape->ranks);
     for (int rank = 0; rank < shape->ranks; ++rank) exchange->processes.push_back({pidfds[rank], POLLIN, 0});
     exchange->pids.assign(pids, pids + shape->ranks);
     exchange->deadline_ns = deadline_ns;
     exchange->spin_ns = spin_ns;
+    exchange->cached_bytes = cached_bytes;
     exchange->counts.resize(shape->ranks);
     exchange->summands.resize(2 * shape->top_k);
     for (int region = 0; region < 2; ++region) {

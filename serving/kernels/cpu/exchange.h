@@ -42,9 +42,10 @@ extern "C" {
 int64_t millrace_exchange_bytes(const ExchangeShape* shape);
 
 // `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` and process
-// numbers one for each rank, -1 for none.
+// numbers one for each rank, -1 for none. Of more than `cached_bytes` of results in a round, of all ranks, sums are
+// stored past the caches.
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
-                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns);
+                                   const int32_t* pids, int64_t deadline_ns, int64_t spin_ns, int64_t cached_bytes);
 void millrace_exchange_destroy(Exchange* exchange);
 
 // Tells the others that this rank takes part no longer.

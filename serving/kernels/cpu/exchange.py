@@ -28,7 +28,7 @@ Loss = _structure("Loss", c_int32, "rank reason")
 _ADDRESS = c_void_p
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
     "bytes": (c_int64, [POINTER(Shape)]),
-    "create": (c_void_p, [POINTER(Shape), POINTER(c_void_p), POINTER(c_int32), POINTER(c_int32), c_int64, c_int64]),
+    "create": (c_void_p, [POINTER(Shape), POINTER(c_void_p), POINTER(c_int32), POINTER(c_int32), *3 * [c_int64]]),
     "destroy": (None, [c_void_p]),
     "leave": (None, [c_void_p]),
     "begin_dispatch": (c_int64, [_ADDRESS, _ADDRESS, _ADDRESS, c_int32, c_int64, _ADDRESS]),

@@ -40,6 +40,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a word
 
 constexpr int64_t SUMMED = 64;        // numbers whose sums fit registers together with a row of them
 constexpr int64_t LINE_BYTES = 64;    // that one prefetch brings
+constexpr int64_t AHEAD_BYTES = 512;  // of a row between what is added and what is fetched
 constexpr float LARGEST = 127.0f;     // as serving/kernels/int8.py
 constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, half to even
 
@@ -177,29 +178,49 @@ struct HalfSums {
     }
 };
 
-// Lines of SUMMED numbers, which will be added soon. Rows are some pages long each and lie anywhere: what the processor
-// fetches by itself ends with a page, and for each page it has to find the translation first.
+// Lines that are added soon: those a little further on in the row, and at its end the first of `next`. What the
+// processor fetches by itself ends with a page, of which a row has some, and it does not follow eight rows at once.
 template <class Number>
-__attribute__((always_inline)) inline void fetch(const Number* numbers) {
-    const char* first = reinterpret_cast<const char*>(numbers);
+__attribute__((always_inline)) inline void fetch(const Number* row, const Number* next, int64_t i, int64_t n) {
+    constexpr int64_t ahead = AHEAD_BYTES / sizeof(Number);
+    const char* first = reinterpret_cast<const char*>(i + ahead < n ? row + (i + ahead) : next + (i + ahead - n));
     for (size_t byte = 0; byte < SUMMED * sizeof(Number); byte += LINE_BYTES) __builtin_prefetch(first + byte);
+}
+
+// SUMMED sums, to memory without a place in the caches: none is made ready for them, and nothing gives way. `sums` is at
+// the beginning of a line. Needs registers of 64 bytes.
+template <class Sums>
+__attribute__((always_inline)) inline void store_past_caches(const Sums& held, float* sums) {
+#ifdef FOR_WIDE_CPUS
+    alignas(LINE_BYTES) float line[SUMMED];
+    held.store(line);
+    for (int64_t i = 0; i < SUMMED; i += Wide::LANES) {
+        Wide::Floats values;
+        memcpy(&values, line + i, sizeof values);
+        asm volatile("vmovntps %1, %0" : "=m"(*reinterpret_cast<Wide::Floats*>(sums + i)) : "v"(values));
+    }
+#else
+    held.store(sums);
+#endif
 }
 
 // sums = the rows times their weights, added in the order given, each product rounded before it is added. `next` are
 // the rows that are added after these.
-template <class Sums, class Number>
+template <class Sums, bool PAST_CACHES, class Number>
 __attribute__((always_inline)) inline void summed(const Number* const* rows, const Number* const* next,
                                                   const float* weights, int64_t top_k, int64_t n, float* sums) {
     int64_t i = 0;
     for (; i + SUMMED <= n; i += SUMMED) {
         Sums held;
-        held.add(rows[0] + i, weights[0], true);
-        fetch(next[0] + i);
-        for (int64_t k = 1; k < top_k; ++k) {
-            held.add(rows[k] + i, weights[k], false);
-            fetch(next[k] + i);
+        for (int64_t k = 0; k < top_k; ++k) {
+            fetch(rows[k], next[k], i, n);
+            held.add(rows[k] + i, weights[k], k == 0);
         }
-        held.store(sums + i);
+        if constexpr (PAST_CACHES) {
+            store_past_caches(held, sums + i);
+        } else {
+            held.store(sums + i);
+        }
     }
     for (; i < n; ++i) {
         float held = widened(rows[0][i]) * weights[0];
@@ -217,12 +238,12 @@ FOR_EACH_CPU float quantize_narrow(const Half* x, int64_t n, int8_t* out) { retu
 
 FOR_EACH_CPU void add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k,
                          int64_t n, float* sums) {
-    summed<FloatSums<Narrow>>(rows, next, weights, top_k, n, sums);
+    summed<FloatSums<Narrow>, false>(rows, next, weights, top_k, n, sums);
 }
 
 FOR_EACH_CPU void add_up_narrow(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k,
                                 int64_t n, float* sums) {
-    summed<HalfSums<Narrow>>(rows, next, weights, top_k, n, sums);
+    summed<HalfSums<Narrow>, false>(rows, next, weights, top_k, n, sums);
 }
 
 #ifdef FOR_WIDE_CPUS
@@ -230,7 +251,12 @@ FOR_WIDE_CPUS float quantize_wide(const Half* x, int64_t n, int8_t* out) { retur
 
 FOR_WIDE_CPUS void add_up_wide(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k,
                                int64_t n, float* sums) {
-    summed<HalfSums<Wide>>(rows, next, weights, top_k, n, sums);
+    summed<HalfSums<Wide>, false>(rows, next, weights, top_k, n, sums);
+}
+
+FOR_WIDE_CPUS void add_up_wide_past_caches(const Half* const* rows, const Half* const* next, const float* weights,
+                                           int64_t top_k, int64_t n, float* sums) {
+    summed<HalfSums<Wide>, true>(rows, next, weights, top_k, n, sums);
 }
 
 // Whether it has all of x86-64-v4.
@@ -242,7 +268,7 @@ bool is_wide() {
 }
 #else
 constexpr auto quantize_wide = quantize_narrow;
-constexpr auto add_up_wide = add_up_narrow;
+constexpr auto add_up_wide = add_up_narrow, add_up_wide_past_caches = add_up_narrow;
 
 bool is_wide() { return false; }
 #endif
@@ -251,10 +277,29 @@ float quantize(const Half* x, int64_t n, int8_t* out) {
     return is_wide() ? quantize_wide(x, n, out) : quantize_narrow(x, n, out);
 }
 
+// `past_caches` where sums should go to memory without a place in the caches; whoever reads them elsewhere waits for
+// `in_memory` first.
 void add_up(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k, int64_t n,
-            float* sums) {
-    is_wide() ? add_up_wide(rows, next, weights, top_k, n, sums)
-              : add_up_narrow(rows, next, weights, top_k, n, sums);
+            float* sums, bool past_caches) {
+    if (!is_wide()) {
+        add_up_narrow(rows, next, weights, top_k, n, sums);
+    } else if (past_caches && reinterpret_cast<uintptr_t>(sums) % LINE_BYTES == 0) {
+        add_up_wide_past_caches(rows, next, weights, top_k, n, sums);
+    } else {
+        add_up_wide(rows, next, weights, top_k, n, sums);
+    }
+}
+
+void add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k, int64_t n,
+            float* sums, bool) {
+    add_up(rows, next, weights, top_k, n, sums);
+}
+
+// What was stored past the caches is there for all.
+void in_memory() {
+#ifdef FOR_WIDE_CPUS
+    asm volatile("sfence" ::: "memory");
+#endif
 }
 
 }  // namespace

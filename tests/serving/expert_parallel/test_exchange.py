@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from serving.expert_parallel import all_to_all
+from serving.expert_parallel import all_to_all, shared_memory
 from serving.expert_parallel.all_to_all import KEPT_SIZES, AllToAllExchange, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
 from serving.kernels.int8 import quantize_rows
@@ -81,6 +81,27 @@ def test_results_come_back_to_their_rows(opened: Opening, kind: str, wire: torch
     for rank, parts in enumerate(group.each(run)):
         for step, found in zip(work, parts, strict=True):
             assert torch.equal(found, expected(*step[rank]))
+
+
+@pytest.mark.parametrize("hidden", [32, 128, 200])
+def test_sums_past_the_caches_have_the_same_bits(opened: Opening, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+    """In rows that begin with a line of memory and in others, with a rest that is not stored many at once."""
+    monkeypatch.setattr(shared_memory, "CACHED_BYTES", 0)
+    shape = shape_for("shared_memory", wire=torch.bfloat16, back=torch.bfloat16, hidden=hidden)
+    group, work = opened("shared_memory", shape), steps(shape, torch.bfloat16)
+
+    def run(rank: int) -> list[Tensor]:
+        exchange, found = group.exchanges[rank], []
+        for step in work:
+            rows, physical = step[rank]
+            received = exchange.dispatch(Rows(rows), physical)
+            results = made_of(received, rank * shape.slots).bfloat16()
+            found.append(exchange.combine(results, weights_of(physical)).clone())
+        return found
+
+    for rank, parts in enumerate(group.each(run)):
+        for step, found in zip(work, parts, strict=True):
+            assert torch.equal(found, expected(*step[rank], back=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", KINDS)
