@@ -7,7 +7,6 @@ shows them.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import threading
 import time
@@ -21,8 +20,6 @@ from deploy.runtime.supervisor import ChildSpec, Supervisor
 from serving.log_config import LogConfig
 from serving.log_lines import setup_of
 from serving.logs import setup_logging
-
-log = logging.getLogger(__name__)
 
 TIED = "deploy.on_ray.tied"
 ANSWER_SECONDS = 10.0
@@ -52,9 +49,6 @@ class ServiceActor:
             own = own[:-2]  # a node of the pool computes nothing
         environ = {"OMP_NUM_THREADS": str(threads)} | ({"MILLRACE_CLUSTER_KEY": key} if key else {})
         self.supervisor = Supervisor([ChildSpec(name=name, arguments=own)], environ, module=TIED)
-        if (niceness := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            told = "runs at niceness %d, behind what else computes on its node: `ray start` with RAY_worker_niceness=0"
-            log.info(told, niceness)
         self._leaving, self._left = False, False
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="child", daemon=True).start()

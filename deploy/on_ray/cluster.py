@@ -15,6 +15,7 @@ from typing import Any
 
 from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
 from deploy.on_ray.layout import BundleSet, RayLayout, RayService
+from deploy.placement.ray_table import RUNTIME_ENV
 from serving.log_config import LogConfig
 
 log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class RayDeployment:
             resources=own,
             max_restarts=-1,
             scheduling_strategy=scheduling,
+            runtime_env=dict(RUNTIME_ENV),
         )
         kind = self.layout.flipped.get(service.name, service.group.kind)
         command = (kind, *service.command[1:], "--routers", self.router)

@@ -41,7 +41,9 @@ from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
-CACHED_BYTES = 32 << 20  # of all ranks' results in a round, that caches may hold: systems tell of what is not theirs
+CACHED_BYTES = (
+    32 << 20
+)  # of all ranks' results in a round: a Zen 4's third cache. A virtual machine's CPU may tell more
 KEPT_VIEWS = 256  # of rows received and of sums, by their number: each takes some µs to make
 
 
@@ -143,6 +145,11 @@ class SharedMemoryExchange(RoundTrips):
             routing_bytes=counted.routing_bytes,
             combine_bytes=counted.combine_bytes,
         )
+
+    @property
+    def uncached_sums(self) -> int:
+        """Rows whose sums were stored past the caches so far."""
+        return int(self._counted.uncached_sums)
 
     @property
     def address(self) -> int:

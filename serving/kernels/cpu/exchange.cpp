@@ -185,25 +185,26 @@ struct Exchange : Waits {
         return shape.back == F32 ? sum_of<float>(trip, weights, sums) : sum_of<uint16_t>(trip, weights, sums);
     }
 
-    // While a row's results are added up, the next ones are fetched. Of ranks whose results are more than the caches hold
-    // sums would not be found there either, and are spared being read before they are written.
+    // While a row's results are added up, the next ones are fetched. Where the results of all ranks are more than the
+    // caches hold, sums would not be found there either, and memory need not be read before they are written. Others are
+    // taken to have made as many results as this rank.
     template <class Number>
     bool sum_of(const Trip& trip, const float* weights, float* sums) {
         const int64_t hidden = shape.hidden, top_k = shape.top_k;
-        const int64_t row_bytes = top_k * hidden * item_bytes(shape.back);
-        const bool past_caches = shape.ranks * trip.tokens * row_bytes > cached_bytes;
+        const bool past_caches = shape.ranks * trip.received * hidden * item_bytes(shape.back) > cached_bytes;
         const uint8_t **these = summands.data(), **next = these + top_k;
         std::fill(counts.begin(), counts.end(), 0);
         if (trip.tokens && !find_results(trip, 0, these)) return false;
         for (int64_t t = 0; t < trip.tokens; ++t) {
             const bool last = t + 1 == trip.tokens;
             if (!last && !find_results(trip, t + 1, next)) return false;
-            add_up(reinterpret_cast<const Number* const*>(these),
-                   reinterpret_cast<const Number* const*>(last ? these : next), weights + t * top_k, top_k, hidden,
-                   sums + t * hidden, past_caches);
+            traffic.uncached_sums +=
+                add_up(reinterpret_cast<const Number* const*>(these),
+                       reinterpret_cast<const Number* const*>(last ? these : next), weights + t * top_k, top_k, hidden,
+                       sums + t * hidden, past_caches);
             std::swap(these, next);
         }
-        if (past_caches) in_memory();
+        if (past_caches) order_stores();
         return true;
     }
 

@@ -26,6 +26,7 @@ struct ExchangeTraffic {
     int64_t dispatch_bytes;  // values and scales of those
     int64_t routing_bytes;   // their counts and slots
     int64_t combine_bytes;   // results sent to other ranks
+    int64_t uncached_sums;   // rows whose sums were stored past the caches
 };
 
 struct ExchangeLoss {
@@ -42,8 +43,8 @@ extern "C" {
 int64_t millrace_exchange_bytes(const ExchangeShape* shape);
 
 // `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` and process
-// numbers one for each rank, -1 for none. Of more than `cached_bytes` of results in a round, of all ranks, sums are
-// stored past the caches.
+// numbers one for each rank, -1 for none. Where all ranks' results of a round are more than `cached_bytes`, as
+// far as this one can tell, sums may be stored past the caches.
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
                                    const int32_t* pids, int64_t deadline_ns, int64_t spin_ns, int64_t cached_bytes);
 void millrace_exchange_destroy(Exchange* exchange);

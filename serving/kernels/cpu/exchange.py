@@ -22,7 +22,7 @@ def _structure(name: str, number: type[c_int32 | c_int64], fields: str) -> type[
 
 
 Shape = _structure("Shape", c_int32, "ranks rank slots top_k hidden max_tokens wire back")
-Traffic = _structure("Traffic", c_int64, "dispatches rows dispatch_bytes routing_bytes combine_bytes")
+Traffic = _structure("Traffic", c_int64, "dispatches rows dispatch_bytes routing_bytes combine_bytes uncached_sums")
 Loss = _structure("Loss", c_int32, "rank reason")
 
 _ADDRESS = c_void_p

@@ -179,7 +179,8 @@ struct HalfSums {
 };
 
 // Lines that are added soon: those a little further on in the row, and at its end the first of `next`. What the
-// processor fetches by itself ends with a page, of which a row has some, and it does not follow eight rows at once.
+// processor fetches by itself ends with a page, of which a row has some, and it does not follow eight rows at once. For
+// rows of more than AHEAD_BYTES.
 template <class Number>
 __attribute__((always_inline)) inline void fetch(const Number* row, const Number* next, int64_t i, int64_t n) {
     constexpr int64_t ahead = AHEAD_BYTES / sizeof(Number);
@@ -209,12 +210,15 @@ __attribute__((always_inline)) inline void store_past_caches(const Sums& held, f
 template <class Sums, bool PAST_CACHES, class Number>
 __attribute__((always_inline)) inline void summed(const Number* const* rows, const Number* const* next,
                                                   const float* weights, int64_t top_k, int64_t n, float* sums) {
+    const bool fetches = n * static_cast<int64_t>(sizeof(Number)) > AHEAD_BYTES;
     int64_t i = 0;
     for (; i + SUMMED <= n; i += SUMMED) {
         Sums held;
-        for (int64_t k = 0; k < top_k; ++k) {
-            fetch(rows[k], next[k], i, n);
-            held.add(rows[k] + i, weights[k], k == 0);
+        held.add(rows[0] + i, weights[0], true);
+        if (fetches) fetch(rows[0], next[0], i, n);
+        for (int64_t k = 1; k < top_k; ++k) {
+            held.add(rows[k] + i, weights[k], false);
+            if (fetches) fetch(rows[k], next[k], i, n);
         }
         if constexpr (PAST_CACHES) {
             store_past_caches(held, sums + i);
@@ -277,26 +281,31 @@ float quantize(const Half* x, int64_t n, int8_t* out) {
     return is_wide() ? quantize_wide(x, n, out) : quantize_narrow(x, n, out);
 }
 
-// `past_caches` where sums should go to memory without a place in the caches; whoever reads them elsewhere waits for
-// `in_memory` first.
-void add_up(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k, int64_t n,
+// With `past_caches` sums go to memory without a place in the caches where that can be: true where they did. Whoever
+// reads them in another thread has to come after `order_stores` then.
+bool add_up(const Half* const* rows, const Half* const* next, const float* weights, int64_t top_k, int64_t n,
             float* sums, bool past_caches) {
     if (!is_wide()) {
         add_up_narrow(rows, next, weights, top_k, n, sums);
-    } else if (past_caches && reinterpret_cast<uintptr_t>(sums) % LINE_BYTES == 0) {
-        add_up_wide_past_caches(rows, next, weights, top_k, n, sums);
-    } else {
-        add_up_wide(rows, next, weights, top_k, n, sums);
+        return false;
     }
+    if (past_caches && n >= SUMMED && reinterpret_cast<uintptr_t>(sums) % LINE_BYTES == 0) {
+        add_up_wide_past_caches(rows, next, weights, top_k, n, sums);
+        return true;
+    }
+    add_up_wide(rows, next, weights, top_k, n, sums);
+    return false;
 }
 
-void add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k, int64_t n,
+// Results of float32, which no bfloat16 model has, always keep their place.
+bool add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k, int64_t n,
             float* sums, bool) {
     add_up(rows, next, weights, top_k, n, sums);
+    return false;
 }
 
-// What was stored past the caches is there for all.
-void in_memory() {
+// Stores past the caches are not ordered with later ones by themselves, on x86-64 alone.
+void order_stores() {
 #ifdef FOR_WIDE_CPUS
     asm volatile("sfence" ::: "memory");
 #endif

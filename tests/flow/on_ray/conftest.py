@@ -21,10 +21,7 @@ def nodes() -> Iterator[RayNodes]:
             "resources": {"front": 1},
             "object_store_memory": STORE,
             "include_dashboard": False,
-            "_system_config": {
-                "prestart_worker_first_driver": False,  # idle processes that take the cores of ours
-                "worker_niceness": 0,  # as docs/deploy-ray.md says: or ours would wait for whatever else runs here
-            },
+            "_system_config": {"prestart_worker_first_driver": False},  # idle processes that take the cores of ours
         },
     )
     found = RayNodes(ray, cluster, {"head": cluster.head_node})

@@ -137,7 +137,9 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
     assert nodes.groups() == ["CREATED", "CREATED"]
     child = nodes.running("decode-0").pid
     assert child is not None
-    assert os.getpriority(os.PRIO_PROCESS, child) == os.getpriority(os.PRIO_PROCESS, 0), "as urgent as who asks"
+    assert os.getpriority(os.PRIO_PROCESS, child) == os.getpriority(os.PRIO_PROCESS, 0), (
+        "that of the nodes, not 15 more"
+    )
 
 
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:

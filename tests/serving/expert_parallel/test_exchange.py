@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from serving.expert_parallel import all_to_all, shared_memory
 from serving.expert_parallel.all_to_all import KEPT_SIZES, AllToAllExchange, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
+from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
     DEADLINE,
@@ -29,6 +31,12 @@ from tests.serving.expert_parallel.groups import (
 )
 
 STEPS = 12
+WIDE = {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}  # of x86-64-v4
+CPUS = Path("/proc/cpuinfo")
+NEEDS_WIDE = pytest.mark.skipif(
+    not CPUS.exists() or not WIDE.issubset(CPUS.read_text().split()),
+    reason="sums are stored past the caches by instructions of AVX-512",
+)
 
 Opening = Callable[..., Group]
 
@@ -83,25 +91,55 @@ def test_results_come_back_to_their_rows(opened: Opening, kind: str, wire: torch
             assert torch.equal(found, expected(*step[rank]))
 
 
-@pytest.mark.parametrize("hidden", [32, 128, 200])
-def test_sums_past_the_caches_have_the_same_bits(opened: Opening, monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
-    """In rows that begin with a line of memory and in others, with a rest that is not stored many at once."""
-    monkeypatch.setattr(shared_memory, "CACHED_BYTES", 0)
-    shape = shape_for("shared_memory", wire=torch.bfloat16, back=torch.bfloat16, hidden=hidden)
-    group, work = opened("shared_memory", shape), steps(shape, torch.bfloat16)
+def summed(group: Group, work: list[list[tuple[Tensor, Tensor]]]) -> list[list[tuple[int, int]]]:
+    """Of each step and rank the rows received, and the own ones whose sums went past the caches.
 
-    def run(rank: int) -> list[Tensor]:
+    Each sum has the bits of its formula.
+    """
+    shape = group.shape
+
+    def run(rank: int) -> list[tuple[int, int]]:
         exchange, found = group.exchanges[rank], []
+        assert isinstance(exchange, SharedMemoryExchange)
         for step in work:
             rows, physical = step[rank]
+            before = exchange.uncached_sums
             received = exchange.dispatch(Rows(rows), physical)
-            results = made_of(received, rank * shape.slots).bfloat16()
-            found.append(exchange.combine(results, weights_of(physical)).clone())
+            count = int(received.counts.sum())
+            sums = exchange.combine(made_of(received, rank * shape.slots).bfloat16(), weights_of(physical))
+            assert torch.equal(sums, expected(rows, physical, back=torch.bfloat16))
+            found.append((count, exchange.uncached_sums - before))
         return found
 
-    for rank, parts in enumerate(group.each(run)):
-        for step, found in zip(work, parts, strict=True):
-            assert torch.equal(found, expected(*step[rank], back=torch.bfloat16))
+    return [list(counts) for counts in zip(*group.each(run), strict=True)]
+
+
+@NEEDS_WIDE
+@pytest.mark.parametrize(("hidden", "aligned"), [(64, 1), (128, 1), (200, 2), (264, 2), (448, 1), (63, 0)])
+def test_sums_past_the_caches_have_the_same_bits(
+    opened: Opening, monkeypatch: pytest.MonkeyPatch, hidden: int, aligned: int
+) -> None:
+    """In rows that begin with a line of memory, every `aligned`th; and a rest that is not stored many at once."""
+    monkeypatch.setattr(shared_memory, "CACHED_BYTES", 0)
+    shape = shape_for("shared_memory", wire=torch.bfloat16, back=torch.bfloat16, hidden=hidden)
+    work = steps(shape, torch.bfloat16)
+    for step, found in zip(work, summed(opened("shared_memory", shape), work), strict=True):
+        for (rows, _), (received, past) in zip(step, found, strict=True):
+            assert past == (-(-len(rows) // aligned) if aligned and received else 0)
+
+
+@NEEDS_WIDE
+@pytest.mark.parametrize("less", [0, 1])
+def test_sums_keep_their_place_where_caches_hold_all_results(
+    opened: Opening, monkeypatch: pytest.MonkeyPatch, less: int
+) -> None:
+    """Every rank makes as many: each row goes to one expert of each."""
+    shape = shape_for("shared_memory", wire=torch.bfloat16, back=torch.bfloat16, hidden=128)
+    rows = torch.randn(4, 128).bfloat16()
+    physical = torch.tensor([[0, 3, 6]] * 4, dtype=torch.int32)
+    results = 3 * (3 * 4) * 128 * 2  # bytes: of three ranks, what three times four rows are made into
+    monkeypatch.setattr(shared_memory, "CACHED_BYTES", results - less)
+    assert summed(opened("shared_memory", shape), [[(rows, physical)] * 3]) == [[(12, 4 * less)] * 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
