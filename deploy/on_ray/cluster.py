@@ -15,7 +15,7 @@ from typing import Any
 
 from deploy.on_ray.actors import ACTORS, ActorReport, Deployed, DeploymentActor
 from deploy.on_ray.layout import BundleSet, RayLayout, RayService
-from deploy.placement.ray_table import RUNTIME_ENV
+from deploy.on_ray.library import own_niceness
 from serving.log_config import LogConfig
 
 log = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class RayDeployment:
             resources=own,
             max_restarts=-1,
             scheduling_strategy=scheduling,
-            runtime_env=dict(RUNTIME_ENV),
+            runtime_env=own_niceness(),
         )
         kind = self.layout.flipped.get(service.name, service.group.kind)
         command = (kind, *service.command[1:], "--routers", self.router)
@@ -263,7 +263,9 @@ def claim(ray: Any, groups: Sequence[str]) -> Any:
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
-    remote = ray.remote(DeploymentActor).options(name=DEPLOYMENT, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+    remote = ray.remote(DeploymentActor).options(
+        name=DEPLOYMENT, num_cpus=0, max_restarts=-1, scheduling_strategy=here, runtime_env=own_niceness()
+    )
     try:
         holder = remote.remote(groups)
     except ValueError:

@@ -27,6 +27,15 @@ def the_ray_library() -> Any:
     return ray
 
 
+def own_niceness() -> dict[str, Any]:
+    """The runtime environment of an actor that has this process's niceness on a node whose Ray has none.
+
+    Ray would add 15: a thirtieth of a core beside a process that computes. Negative niceness is not asked for, since
+    few may have it.
+    """
+    return {"env_vars": {"RAY_worker_niceness": str(max(0, os.getpriority(os.PRIO_PROCESS, 0)))}}
+
+
 def connect(address: str | None, namespace: str, *, logs: bool) -> Any:
     """The library, connected to the cluster at `address` (None: $RAY_ADDRESS, else the one of this host).
 

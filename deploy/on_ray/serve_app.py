@@ -15,7 +15,6 @@ from deploy.on_ray.relay import RouterRelay
 from deploy.on_ray.router_process import RouterProcess
 from deploy.placement.given import check_plan
 from deploy.placement.rank_hosts import refuse_hosts
-from deploy.placement.ray_table import RUNTIME_ENV
 from deploy.placement.reader import read_placement
 from serving.config import HttpConfig
 
@@ -56,7 +55,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
         max_ongoing_requests=MOST,
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=2 * drain + 2 * SLACK,  # of requests here, and then of the services
-        ray_actor_options={"num_cpus": 1, "runtime_env": dict(RUNTIME_ENV)},
+        ray_actor_options={"num_cpus": 1},
     )(replica).bind()
 
 

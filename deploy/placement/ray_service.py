@@ -16,7 +16,7 @@ from deploy.placement.helm import cluster_model
 from deploy.placement.image import API_PORT, ImageSource, grace_seconds
 from deploy.placement.plan import KVCACHE, DeploymentPlan, ServiceGroup
 from deploy.placement.rank_hosts import refuse_hosts
-from deploy.placement.ray_table import RUNTIME_ENV, RayReservation
+from deploy.placement.ray_table import RayReservation
 from deploy.placement.reservation import node_bundle, worker_bundle
 from serving.config import EngineConfig, HttpConfig, ModelConfig
 from serving.options import build
@@ -30,6 +30,7 @@ ROUTER_RESOURCE = "millrace-router"  # has the router on the head's pod, beside 
 HEAD_RESOURCES = {"cpu": "2", "memory": "8Gi"}
 OBJECT_STORE = "200000000"  # bytes: nothing of ours is in Ray's object store
 PORTS = {"serve": API_PORT, "gcs-server": 6379, "dashboard": 8265, "client": 10001}
+WORKER_NICENESS = {"name": "RAY_worker_niceness", "value": "0"}  # added to that of proxies and of the replica, not 15
 SECRET = "millrace"  # noqa: S105 - a Secret's name
 API_KEY, HUB_TOKEN = ("MILLRACE_API_KEY", "api-key"), ("HF_TOKEN", "hf-token")
 SERVICE_NAME = re.compile(r"[a-z][a-z0-9-]{0,46}")  # that of a Service, with room for what KubeRay adds
@@ -79,8 +80,7 @@ def render(plan: DeploymentPlan, image: ImageSource) -> str:
 
 def _application(plan: DeploymentPlan) -> dict[str, Any]:
     """For Ray Serve, in its own form; a changed placement is a changed application."""
-    options = {"num_cpus": 0, "resources": {ROUTER_RESOURCE: 1}, "runtime_env": RUNTIME_ENV}
-    router = {"name": "router", "ray_actor_options": options}
+    router = {"name": "router", "ray_actor_options": {"num_cpus": 0, "resources": {ROUTER_RESOURCE: 1}}}
     application = {
         "name": "millrace",
         "route_prefix": "/",
@@ -140,7 +140,7 @@ def _template(plan: DeploymentPlan, image: ImageSource, name: str, resources: Ma
     container: dict[str, Any] = {
         "name": name,
         "image": image.name,
-        "env": [_from_secret(*HUB_TOKEN)],
+        "env": [WORKER_NICENESS, _from_secret(*HUB_TOKEN)],
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }

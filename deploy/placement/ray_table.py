@@ -13,9 +13,6 @@ from typing import Any
 
 from serving.options import ConfigError, parse_bytes
 
-RUNTIME_ENV = {"env_vars": {"RAY_worker_niceness": "0"}}
-"""Of actors that serve: to their node's niceness Ray would add 15, behind all that computes beside them."""
-
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 Fault = Callable[[tuple[str | int, ...], str], ConfigError]

@@ -304,7 +304,7 @@ bool add_up(const float* const* rows, const float* const* next, const float* wei
     return false;
 }
 
-// Stores past the caches are not ordered with later ones by themselves, on x86-64 alone.
+// Of stores past the caches, that those after this one come after them: x86-64 does not order them by itself.
 void order_stores() {
 #ifdef FOR_WIDE_CPUS
     asm volatile("sfence" ::: "memory");

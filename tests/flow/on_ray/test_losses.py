@@ -137,9 +137,9 @@ def test_workers_are_where_the_file_says(nodes: RayNodes, server: MillraceServer
     assert nodes.groups() == ["CREATED", "CREATED"]
     child = nodes.running("decode-0").pid
     assert child is not None
-    assert os.getpriority(os.PRIO_PROCESS, child) == os.getpriority(os.PRIO_PROCESS, 0), (
-        "that of the nodes, not 15 more"
-    )
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert f"RAY_worker_niceness={own}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+    assert os.getpriority(os.PRIO_PROCESS, child) == own, "that of who asks, not 15 more"
 
 
 def test_a_name_is_taken_once(nodes: RayNodes, server: MillraceServer) -> None:
