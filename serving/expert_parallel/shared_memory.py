@@ -41,9 +41,7 @@ from serving.shared_memory import FIRST_BYTE, Bytes, Segment, SegmentUnavailable
 
 DEADLINE_SECONDS = 10.0  # that a rank may keep the others waiting
 SPIN_SECONDS = 50e-6  # awake for what is about to come, where every rank has a core
-CACHED_BYTES = (
-    32 << 20
-)  # of all ranks' results in a round: a Zen 4's third cache. A virtual machine's CPU may tell more
+CACHED_BYTES = 32 << 20  # of all ranks' results in a round that caches may hold: the L3 of a Zen 4
 KEPT_VIEWS = 256  # of rows received and of sums, by their number: each takes some µs to make
 
 

@@ -222,6 +222,8 @@ struct Exchange : Waits {
 
 extern "C" {
 
+int32_t millrace_exchange_wide() { return is_wide(); }
+
 int64_t millrace_exchange_bytes(const ExchangeShape* shape) { return Layout(*shape).bytes(); }
 
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,

@@ -39,12 +39,16 @@ struct Exchange;
 #pragma GCC visibility push(default)
 extern "C" {
 
+// Whether sums can be stored past the caches: compiled by g++ for glibc, on a CPU of x86-64-v4.
+int32_t millrace_exchange_wide(void);
+
 // Bytes of one rank's segment.
 int64_t millrace_exchange_bytes(const ExchangeShape* shape);
 
 // `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` and process
 // numbers one for each rank, -1 for none. Where all ranks' results of a round are more than `cached_bytes`, as
-// far as this one can tell, sums may be stored past the caches.
+// far as this one can tell, sums of bfloat16 ones are stored past the caches in lines of memory, where
+// millrace_exchange_wide says so. Who adds up for himself (arrived) is not affected.
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
                                    const int32_t* pids, int64_t deadline_ns, int64_t spin_ns, int64_t cached_bytes);
 void millrace_exchange_destroy(Exchange* exchange);

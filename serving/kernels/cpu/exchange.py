@@ -27,6 +27,7 @@ Loss = _structure("Loss", c_int32, "rank reason")
 
 _ADDRESS = c_void_p
 _FUNCTIONS: dict[str, tuple[object, list[object]]] = {
+    "wide": (c_int32, []),
     "bytes": (c_int64, [POINTER(Shape)]),
     "create": (c_void_p, [POINTER(Shape), POINTER(c_void_p), POINTER(c_int32), POINTER(c_int32), *3 * [c_int64]]),
     "destroy": (None, [c_void_p]),
@@ -54,6 +55,7 @@ class ExchangeFunctions:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, f"millrace_exchange_{name}")
             function.restype, function.argtypes = result, arguments
+        self.wide = library.millrace_exchange_wide
         self.bytes = library.millrace_exchange_bytes
         self.create = library.millrace_exchange_create
         self.destroy = library.millrace_exchange_destroy

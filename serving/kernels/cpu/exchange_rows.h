@@ -178,9 +178,8 @@ struct HalfSums {
     }
 };
 
-// Lines that are added soon: those a little further on in the row, and at its end the first of `next`. What the
-// processor fetches by itself ends with a page, of which a row has some, and it does not follow eight rows at once. For
-// rows of more than AHEAD_BYTES.
+// Lines that are added soon: those a little further on in the row, and at its end the first of `next`. Processors fetch
+// by themselves up to the end of a page, and a row has several. For rows of more than AHEAD_BYTES.
 template <class Number>
 __attribute__((always_inline)) inline void fetch(const Number* row, const Number* next, int64_t i, int64_t n) {
     constexpr int64_t ahead = AHEAD_BYTES / sizeof(Number);
@@ -188,8 +187,8 @@ __attribute__((always_inline)) inline void fetch(const Number* row, const Number
     for (size_t byte = 0; byte < SUMMED * sizeof(Number); byte += LINE_BYTES) __builtin_prefetch(first + byte);
 }
 
-// SUMMED sums, to memory without a place in the caches: none is made ready for them, and nothing gives way. `sums` is at
-// the beginning of a line. Needs registers of 64 bytes.
+// SUMMED sums, by non-temporal stores: past the caches, without reading what they overwrite. `sums` is at the beginning
+// of a line. Needs registers of 64 bytes.
 template <class Sums>
 __attribute__((always_inline)) inline void store_past_caches(const Sums& held, float* sums) {
 #ifdef FOR_WIDE_CPUS
@@ -297,14 +296,14 @@ bool add_up(const Half* const* rows, const Half* const* next, const float* weigh
     return false;
 }
 
-// Results of float32, which no bfloat16 model has, always keep their place.
+// Sums of float32 results are stored as usual.
 bool add_up(const float* const* rows, const float* const* next, const float* weights, int64_t top_k, int64_t n,
             float* sums, bool) {
     add_up(rows, next, weights, top_k, n, sums);
     return false;
 }
 
-// Of stores past the caches, that those after this one come after them: x86-64 does not order them by itself.
+// Stores after this come after those past the caches before it: x86-64 does not order them by itself.
 void order_stores() {
 #ifdef FOR_WIDE_CPUS
     asm volatile("sfence" ::: "memory");

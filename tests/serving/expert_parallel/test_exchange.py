@@ -6,7 +6,6 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from serving.expert_parallel import all_to_all, shared_memory
 from serving.expert_parallel.all_to_all import KEPT_SIZES, AllToAllExchange, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
-from serving.expert_parallel.shared_memory import SharedMemoryExchange
-from serving.kernels.cpu.build import find_compiler
+from serving.expert_parallel.shared_memory import SharedMemoryExchange, functions
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
     DEADLINE,
@@ -32,9 +30,6 @@ from tests.serving.expert_parallel.groups import (
 )
 
 STEPS = 12
-FLAGS = {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}  # of x86-64-v4
-CPUS = Path("/proc/cpuinfo")
-PAST_CACHES = CPUS.exists() and FLAGS.issubset(CPUS.read_text().split()) and "clang" not in (find_compiler() or "clang")
 
 Opening = Callable[..., Group]
 
@@ -122,16 +117,17 @@ def test_sums_past_the_caches_have_the_same_bits(
     work = steps(shape, torch.bfloat16)
     for step, found in zip(work, summed(opened("shared_memory", shape), work), strict=True):
         for (rows, _), (received, past) in zip(step, found, strict=True):
-            assert past == (-(-len(rows) // aligned) if PAST_CACHES and aligned and received else 0)
+            assert past == (-(-len(rows) // aligned) if functions().wide() and aligned and received else 0)
 
 
-@pytest.mark.skipif(not PAST_CACHES, reason="sums are stored past the caches by AVX-512, compiled by g++")
 @pytest.mark.parametrize("less", [0, 1])
 @pytest.mark.parametrize("busy", [1, 3])
 def test_sums_keep_their_place_where_caches_hold_all_results(
     opened: Opening, monkeypatch: pytest.MonkeyPatch, busy: int, less: int
 ) -> None:
     """Each row goes to one expert of each rank, so that all make as many results, whoever has the rows."""
+    if not functions().wide():
+        pytest.skip("sums are stored past the caches by AVX-512, compiled by g++")
     shape = shape_for("shared_memory", wire=torch.bfloat16, back=torch.bfloat16, hidden=128)
     counts = [4] * busy + [0] * (3 - busy)
     work = [(torch.randn(count, 128).bfloat16(), torch.tensor([[0, 3, 6]] * 4).int()[:count]) for count in counts]
