@@ -28,10 +28,9 @@ def the_ray_library() -> Any:
 
 
 def own_niceness() -> dict[str, Any]:
-    """The runtime environment of an actor that has this process's niceness on a node whose Ray has none.
+    """The runtime environment of an actor to whose niceness Ray adds this process's, if that is not negative.
 
-    Ray would add 15: a thirtieth of a core beside a process that computes. Negative niceness is not asked for, since
-    few may have it.
+    Ray would add 15: a thirtieth of a core beside a process that computes.
     """
     return {"env_vars": {"RAY_worker_niceness": str(max(0, os.getpriority(os.PRIO_PROCESS, 0)))}}
 

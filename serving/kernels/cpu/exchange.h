@@ -47,8 +47,8 @@ int64_t millrace_exchange_bytes(const ExchangeShape* shape);
 
 // `segments` are where each rank's begins, the own one writable and zeroed; `pidfds` and process
 // numbers one for each rank, -1 for none. Where all ranks' results of a round are more than `cached_bytes`, as
-// far as this one can tell, sums of bfloat16 ones are stored past the caches in lines of memory, where
-// millrace_exchange_wide says so. Who adds up for himself (arrived) is not affected.
+// far as this one can tell, rows of sums of bfloat16 ones that begin with a line of memory are stored
+// past the caches, where millrace_exchange_wide says so. Who adds up for himself (arrived) is not affected.
 Exchange* millrace_exchange_create(const ExchangeShape* shape, uint8_t* const* segments, const int32_t* pidfds,
                                    const int32_t* pids, int64_t deadline_ns, int64_t spin_ns, int64_t cached_bytes);
 void millrace_exchange_destroy(Exchange* exchange);

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deploy.on_ray.actors import ActorReport, DeploymentActor
+from deploy.on_ray.library import own_niceness
 
 
 class RayError(Exception):
@@ -148,6 +149,7 @@ class PlayedRay:
             )
 
         def options(**options: Any) -> Any:
+            assert options["runtime_env"] == own_niceness()
             return SimpleNamespace(remote=lambda *given: self.call(lambda: begin(options, *given)))
 
         return SimpleNamespace(options=options)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from serving.expert_parallel import all_to_all, shared_memory
 from serving.expert_parallel.all_to_all import KEPT_SIZES, AllToAllExchange, ExchangeBuffers
 from serving.expert_parallel.exchange import ExchangeShape, ExchangeTraffic, RankLost, Rows
 from serving.expert_parallel.shared_memory import SharedMemoryExchange, functions
+from serving.kernels.cpu.build import find_compiler
 from serving.kernels.int8 import quantize_rows
 from tests.serving.expert_parallel.groups import (
     DEADLINE,
@@ -105,6 +108,14 @@ def summed(group: Group, work: list[list[tuple[Tensor, Tensor]]]) -> list[list[t
         return found
 
     return [list(counts) for counts in zip(*group.each(run), strict=True)]
+
+
+def test_sums_can_go_past_the_caches_on_every_cpu_of_x86_64_v4() -> None:
+    flags, cpus = {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}, Path("/proc/cpuinfo")
+    there = cpus.exists() and flags.issubset(cpus.read_text().split())
+    if not there or Path(find_compiler() or "").name != "g++" or platform.libc_ver()[0] != "glibc":
+        pytest.skip("the CPU has no AVX-512, or the library is not compiled by g++ for glibc")
+    assert functions().wide()
 
 
 @pytest.mark.parametrize(("hidden", "aligned"), [(64, 1), (128, 1), (200, 2), (264, 2), (448, 1), (520, 2), (63, 0)])
