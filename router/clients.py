@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 
 from router.prefill_call import BROKEN_CALL
 from router.renewed_session import RenewedSession
-from serving.errors import NEVER_SENT, MillraceError, StaleLease, Unauthorized, WorkerLost
+from serving.errors import NEVER_SENT, MillraceError, StaleLease, WorkerLost
 from serving.links import Deliver, LeaseEvent
 from serving.messages import Audit, LeaseGrant, LeaseOrder, Prefilled, PrefillOrder
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import INTERNAL, Caller, asking
+from serving.rpc import Caller, asking
 from serving.wire import error_from_pb, event_from_pb, from_pb, to_pb
 
 T = TypeVar("T")
-ASKED_WHY = 1.0  # seconds a worker has to say why it has not welcomed a router
 
 
 class RemoteWorker:
@@ -86,25 +85,9 @@ class RemoteSession:
                 async for reply in call:
                     self._take(reply)
         except MillraceError as broken:
-            error = broken if self.welcome.done() else await self._why(broken)
+            error = broken if self.welcome.done() else await self.caller.why(broken)
         finally:
             self._end(error)
-
-    async def _why(self, broken: MillraceError) -> MillraceError:
-        """What keeps the worker from welcoming this router, for all that a session without welcome tells.
-
-        A stream that is refused while its first message is on its way may end as an internal error, without what the
-        worker said: https://github.com/grpc/grpc/issues/36066. A call of one message tells.
-        """
-        if broken.code != INTERNAL:
-            return broken
-        try:
-            await _audit(self.caller, ASKED_WHY)
-        except Unauthorized as told:
-            return told
-        except MillraceError:
-            pass  # which tells no more
-        return broken
 
     async def _requests(self) -> AsyncIterator[pb.SessionRequest]:
         while (request := await self._outgoing.get()) is not None:

@@ -36,6 +36,8 @@ NO_CONNECTION = ("failed to connect", "errors resolving")
 # A server that refuses a client's certificate, or hears no TLS from it, ends the connection, and gRPC tells no more.
 ENDED = ("Socket closed", "Connection reset by peer", "Broken pipe")
 MAYBE_REFUSED = "; it may be gone, or have refused our certificate, or want TLS"
+ASKED_WHY = 1.0  # seconds a peer has to say why it ended a stream
+KEY_CHECK = "/millrace.Key/Check"  # a method of no server: who has the key hears that, who has not is refused
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"
@@ -55,7 +57,7 @@ _OPTIONS = [
 
 
 class _KeyCheck(aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses every call that does not carry the cluster key."""
+    """Refuses every call that does not carry the cluster key, those of methods that nobody serves among them."""
 
     def __init__(self, key: str):
         self.expected = f"Bearer {key}".encode()
@@ -64,9 +66,8 @@ class _KeyCheck(aio.ServerInterceptor):  # type: ignore[misc]
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
         given = next((value for name, value in details.invocation_metadata or () if name == _AUTH_KEY), "")
-        handler = await continuation(details)
-        if handler is None or hmac.compare_digest(str(given).encode(), self.expected):
-            return handler
+        if hmac.compare_digest(str(given).encode(), self.expected):
+            return await continuation(details)
         return grpc.stream_stream_rpc_method_handler(_refuse)  # which reads no request: it fits calls of every kind
 
 
@@ -136,6 +137,24 @@ class Caller:
             return aio.insecure_channel(self.address, options=_OPTIONS)
         options = [*_OPTIONS, *self._tls.channel_options()]
         return aio.secure_channel(self.address, self._tls.channel_credentials(self._identity), options=options)
+
+    async def why(self, broken: MillraceError) -> MillraceError:
+        """What ended a stream, as far as a call of one message tells: Unauthorized, or the error it ended with.
+
+        A stream that is refused while a message is on its way may end as an internal error, without what the other
+        end said: https://github.com/grpc/grpc/issues/36066.
+        """
+        if broken.code != INTERNAL:
+            return broken
+        ask = self.channel.unary_unary(KEY_CHECK)
+        try:
+            with asking(self.address):
+                await ask(b"", metadata=self.metadata, timeout=ASKED_WHY)
+        except Unauthorized as told:
+            return told
+        except MillraceError:
+            pass  # which tells no more
+        return broken
 
     async def close(self) -> None:
         """Calls that come later fail, whatever becomes of the certificates."""

@@ -25,7 +25,7 @@ from kvcache.pool.wire import (
 )
 from kvcache.transfer.lent_memory import TRANSFER_BYTES, LentBuffers, MemoryLenders, PeerLender
 from kvcache.transfer.shared_memory import KIND as SHM
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, MillraceError
 from serving.grpc_tls import GrpcTls
 from serving.messages import PoolReport
 from serving.proto import pool_pb2 as pb
@@ -115,6 +115,8 @@ class RemoteNode:
                         await call.write(pb.GetMessage(freed_buffer=frame.message.buffer))
                     yield slab
             settled = True  # the node has ended its stream: it writes no more
+        except MillraceError as error:
+            raise await self.caller.why(error) from error
         finally:
             if call is not None:
                 call.cancel()

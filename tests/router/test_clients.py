@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from grpc import StatusCode, aio
 
 from router.clients import RemoteSession, RemoteWorker
 from serving.errors import (
@@ -19,11 +17,11 @@ from serving.errors import (
     WorkerLost,
 )
 from serving.messages import LeaseGrant
-from serving.proto import millrace_pb2_grpc as stubs
 from serving.rpc import Caller
+from tests.fakes import refused_early
 from tests.fakes.sequences import make_order
 from tests.prefill.scripted import written_out
-from tests.router.remote import KEY, PROMPT, Remote
+from tests.router.remote import PROMPT, Remote
 
 
 async def test_a_lease_lives_over_the_wire(remote: Remote) -> None:
@@ -129,28 +127,17 @@ async def test_without_the_key_every_door_is_shut(remote: Remote, key: str | Non
     await stranger.close()
 
 
-class HidesWhy:
-    """A stub whose streams end as gRPC ends those that are refused while a message is on its way."""
-
-    def __init__(self, channel: aio.Channel):
-        pass
-
-    async def Session(self, requests: object, metadata: object) -> AsyncIterator[object]:
-        nothing = aio.Metadata()
-        raise aio.AioRpcError(StatusCode.INTERNAL, nothing, nothing, "Received RST_STREAM with error code 0")
-        yield
-
-
-@pytest.mark.parametrize(("key", "told"), [("wrong", Unauthorized), (KEY, WorkerLost)])
+@pytest.mark.parametrize(("key", "told"), [("wrong", Unauthorized), (refused_early.KEY, WorkerLost)])
 async def test_a_session_that_ends_without_a_word_is_asked_about(
     remote: Remote, monkeypatch: pytest.MonkeyPatch, key: str, told: type[MillraceError]
 ) -> None:
-    monkeypatch.setattr(stubs, "DecodeStub", HidesWhy)
-    stranger = RemoteWorker(Caller(remote.address, key))
-    with pytest.raises(told):
-        await stranger.connect("router", remote.events.extend, remote.lost.append)
+    """A server that has no such method ends the stream as early as one that refuses it."""
+    async with refused_early.refusing_early(monkeypatch) as address:
+        stranger = RemoteWorker(Caller(address, key))
+        with pytest.raises(told):
+            await stranger.connect("router", remote.events.extend, remote.lost.append)
+        await stranger.close()
     assert [type(error) for error in remote.lost] == [told]
-    await stranger.close()
 
 
 async def test_a_refused_prefill_keeps_its_error(remote: Remote) -> None:

@@ -105,9 +105,12 @@ class World:
                     await asyncio.Event().wait()
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
-        with asking(caller.address):
-            async for _ in stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata):
-                pass
+        try:
+            with asking(caller.address):
+                async for _ in stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata):
+                    pass
+        except MillraceError as error:
+            raise await caller.why(error) from error
 
 
 @pytest.fixture(params=[None, KEY], ids=["open", "with a key"])

@@ -106,15 +106,23 @@ def undisturbed(server: MillraceServer) -> list[Any]:
 def streaming(server: MillraceServer, client: Client, worker: str, pairs: int = 2) -> list[Asked]:
     """Requests that have all begun, this worker has some of them: asked again where they ended before that was told."""
     asked: list[Asked] = []
+    rounds = 0
 
     def there() -> bool:
+        nonlocal rounds
         if all(one.done is not None and one.done.done() for one in asked):
             client.finish(asked)
             asked[:] = ask(client, pairs)
+            rounds += 1
         running = server.metric("worker_num_requests_running", engine=worker)
         return bool(running) and all(one.chunks for one in asked)
 
-    wait_until(there, SECONDS, f"{worker} streams")
+    try:
+        wait_until(there, SECONDS, f"{worker} streams")
+    except AssertionError as error:
+        held = server.get("/audit")[1].decode()
+        chunks = [one.chunks for one in asked]
+        raise AssertionError(f"{error}: asked {rounds} times, chunks {chunks}; {held}\n{server.log()}") from None
     return asked
 
 

@@ -13,17 +13,15 @@ import pytest
 
 from kvcache.handoff import grpc_stream
 from kvcache.handoff.chunk import Chunk, Commit, sealed_commit
-from kvcache.handoff.dialer import Dialer
 from kvcache.handoff.grpc_stream import WINDOW, GrpcHandoff
 from kvcache.handoff.local import LOCAL, LocalHandoff
 from kvcache.transfer.lent_memory import MemoryLenders, TransferUnavailable
 from kvcache.transfer.shared_memory import DETAILS, Segment, SharedMemoryLender, SharedMemoryWriters
-from serving.errors import CorruptChunk, InvalidRequest, MillraceError, StaleLease, Unauthorized, WorkerLost
+from serving.errors import CorruptChunk, InvalidRequest, MillraceError, StaleLease, WorkerLost
 from serving.links import HandoffLink
 from serving.messages import LeaseId, TransportOffer
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import server
 from tests.fakes.sequences import lease_id
 from tests.kvcache.reaching import BESIDE, STREAMS, TRANSPORTS, Way, granted, needs_nixl, way_to
 
@@ -217,21 +215,6 @@ async def test_nobody_there_is_a_lost_worker(stream: Way) -> None:
     with pytest.raises(WorkerLost):
         await link.push(chunk(0))
     await link.close()
-
-
-async def test_a_stranger_hears_that_he_is_one() -> None:
-    guarded = server("sesame")
-    port = guarded.add_insecure_port("127.0.0.1:0")
-    stubs.add_DecodeServicer_to_server(stubs.DecodeServicer(), guarded)
-    await guarded.start()
-    dialer = Dialer(cluster_key="wrong")
-    for _ in range(10):
-        link = dialer.dial(granted(f"127.0.0.1:{port}"))
-        with pytest.raises(Unauthorized):
-            await push_all(link, [])
-        await link.close()
-    await dialer.close()
-    await guarded.stop(0)
 
 
 async def test_a_slow_receiver_holds_the_sender_up(stream: Way, taking: Taking) -> None:

@@ -19,6 +19,7 @@ from serving.errors import Unauthorized, WorkerLost
 from serving.messages import NamespaceStat, PoolReport, PoolStat, Tier, TierStat
 from serving.proto import pool_pb2 as pb
 from serving.wire import from_pb, to_pb
+from tests.fakes.refused_early import refusing_early
 from tests.kvcache.pool.nodes import KEY, Served, block, key
 
 
@@ -46,6 +47,14 @@ async def test_without_the_key_no_door_opens(served: Served, wrong: str | None) 
     await every_call(stranger, Unauthorized)
     await stranger.close()
     assert served.store.stored == 0
+
+
+async def test_a_stranger_hears_that_he_is_one_though_the_stream_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with refusing_early(monkeypatch) as address:
+        stranger = RemoteNode(address, "wrong")
+        with pytest.raises(Unauthorized):
+            [one async for one in stranger.get([key(1)], 0, 0)]
+        await stranger.close()
 
 
 async def test_nobody_there_is_a_lost_node(served: Served) -> None:
