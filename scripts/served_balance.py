@@ -20,6 +20,7 @@ import uvloop
 
 from scripts.served_clients import served_apart
 from scripts.served_group import ModelSize, Prompt, Step, prompts, served, write_model
+from scripts.slow_spells import SlowSpells
 from serving.expert_parallel.copies import CHUNK
 from serving.expert_parallel.replanning import BalancePolicy
 from serving.loader.loading import load
@@ -46,14 +47,18 @@ async def alone(path: Path, clients: int) -> dict[Prompt, tuple[int, ...]]:
 async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: dict[Prompt, tuple[int, ...]]) -> str:
     """Serve for so long; what the steps and texts were."""
     async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
-        texts = await asked
+        with SlowSpells() as slow:
+            texts = await asked
         wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
         told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
-        return "\n".join([*step_table(steps.found), *budget_lines(steps.found, spread), told])
+        return "\n".join([*step_table(steps.found, slow), *budget_lines(steps.found, spread), told])
 
 
-def step_table(steps: Sequence[Step]) -> Iterator[str]:
-    """Whole steps of all clients without prompts, those during which weights were copied or switched apart."""
+def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:
+    """Whole steps of all clients without prompts, those during which weights were copied or switched apart.
+
+    The longest ones also without those in which the machine was slow for whoever computed.
+    """
     most = max(step.sequences for step in steps)
     pairs = [(one, two) for one, two in pairwise(steps[FIRST:]) if two.sequences == most and not two.prompt_tokens]
     if not pairs:
@@ -66,13 +71,18 @@ def step_table(steps: Sequence[Step]) -> Iterator[str]:
     median = statistics.median(two.seconds for _, two in pairs)
     yield f"steps: {len(steps)}; {len(pairs)} of them have {most} sequences and no prompt, median {1e3 * median:.1f} ms"
     cells = ["steps in which", "number", "median ms", "p99", "longest", "longest / median of all"]
+    cells += ["beyond twice that", "in slow spells", "longest / median outside them", "beyond twice that"]
     cells += ["CPU ms, median", "p99", "longest"]
     cells += ["without waits for a core: median", "p99", "longest", "longest / median"]
     yield "| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|"
     for name, chosen in kinds.items():
         if len(chosen) > 1:
             took, cpu = ([getattr(step, one) for step in chosen] for one in ("seconds", "cpu_seconds"))
-            cells = [name, f"{len(chosen)}", *figures(took), f"{max(took) / median:.2f}", *figures(cpu)]
+            cells = [name, f"{len(chosen)}", *figures(took), f"{max(took) / median:.2f}"]
+            outside = [step.seconds for step in chosen if not slow.during(step.began, step.seconds)]
+            beyond = [f"{sum(one > 2 * median for one in each)}" for each in (took, outside)]
+            cells += [beyond[0], f"{len(took) - len(outside)}"]
+            cells += [f"{max(outside, default=0.0) / median:.2f}", beyond[1], *figures(cpu)]
             running = [step.seconds - min(step.core_seconds, step.seconds) for step in chosen]
             cells += [*figures(running), f"{max(running) / statistics.median(running):.2f}"]
             yield "| " + " | ".join(cells) + " |"

@@ -173,7 +173,7 @@ class GrpcHandoff:
                     self._take(reply)
             self._over(WorkerLost(f"{self.caller.address} ended the handoff early"))
         except MillraceError as error:
-            self._over(error if self._ready.done() else await self.caller.why(error))
+            self._over(error if self._welcomed.done() else await self.caller.why(error))
 
     def _take(self, reply: pb.PushReply) -> None:
         part = reply.WhichOneof("part")

@@ -100,13 +100,14 @@ class RemoteNode:
             request.transport, request.offer = lent.offer.kind, lent.offer.details
             request.buffers.extend(lent.addresses)
             request.buffer_size = lent.size
-        call, settled = None, True
+        call, settled, heard = None, True, False
         try:
             with asking(self.caller.address):
                 method = self.caller.channel.stream_stream(GET, pb.GetMessage.SerializeToString, slab_framing.decode)
                 call, settled = method(metadata=self.caller.metadata, timeout=LONG_SECONDS), False
                 await call.write(pb.GetMessage(request=request))
                 async for frame in call:
+                    heard = True
                     if frame.message.end:
                         await call.done_writing()
                         continue
@@ -116,7 +117,10 @@ class RemoteNode:
                     yield slab
             settled = True  # the node has ended its stream: it writes no more
         except MillraceError as error:
-            raise await self.caller.why(error) from error
+            told = error if heard else await self.caller.why(error)
+            if told is error:
+                raise
+            raise told from error
         finally:
             if call is not None:
                 call.cancel()

@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
+from grpc import StatusCode, aio
 from grpc.aio import _call
 
 from serving.rpc import server
@@ -17,23 +19,32 @@ HEARD = 0.2  # seconds after which the client's process has the refusal, though 
 KEY = "key of who is not here"
 
 
+@dataclass
+class RefusesEarly:
+    address: str = ""
+    hidden: int = 0  # refusals that gRPC has told as internal errors
+
+
 @asynccontextmanager
-async def refusing_early(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """The address of a server with a key, in a thread; meanwhile streams of this process write late."""
-    original = _call.StreamStreamCall._write
+async def refusing_early(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RefusesEarly]:
+    """A server with a key, in a thread; meanwhile streams of this process write late."""
+    original, told = _call.StreamStreamCall._write, RefusesEarly()
 
     async def late(call: _call.StreamStreamCall, request: object) -> None:
         await call.wait_for_connection()
         time.sleep(HEARD)  # noqa: ASYNC251 - the event loop stands still, the library's threads do not
-        await original(call, request)
+        try:
+            await original(call, request)
+        except aio.AioRpcError as error:
+            told.hidden += error.code() is StatusCode.INTERNAL
+            raise
 
     monkeypatch.setattr(_call.StreamStreamCall, "_write", late)
-    loop, ports, over = asyncio.new_event_loop(), [0], asyncio.Event()
-    listening = threading.Event()
+    loop, over, listening = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
         guarded = server(KEY)
-        ports[0] = guarded.add_insecure_port("127.0.0.1:0")
+        told.address = f"127.0.0.1:{guarded.add_insecure_port('127.0.0.1:0')}"
         await guarded.start()
         listening.set()
         await over.wait()
@@ -42,8 +53,8 @@ async def refusing_early(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        await asyncio.to_thread(listening.wait, 60)
-        yield f"127.0.0.1:{ports[0]}"
+        assert await asyncio.to_thread(listening.wait, 60)
+        yield told
     finally:
         loop.call_soon_threadsafe(over.set)
         await asyncio.to_thread(thread.join)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from scripts.served_balance import step_table
 from scripts.served_group import Step
 from scripts.served_losses import Loss, gap_at, progress
+from scripts.slow_spells import SlowSpells
 
 SHORT = Step(
     began=0.0,
@@ -20,8 +22,10 @@ SHORT = Step(
 )
 
 
-def rows(steps: list[Step]) -> dict[str, list[str]]:
-    tables = [line.strip("| ").split(" | ") for line in step_table(steps) if line.startswith("| ")]
+def rows(steps: list[Step], spells: Sequence[tuple[float, float]] = ()) -> dict[str, list[str]]:
+    slow = SlowSpells()
+    slow.found = list(spells)
+    tables = [line.strip("| ").split(" | ") for line in step_table(steps, slow) if line.startswith("| ")]
     return {name: cells for name, *cells in tables}
 
 
@@ -34,6 +38,16 @@ def test_steps_that_move_are_told_from_those_that_do_not() -> None:
     assert found["weights are copied"][:5] == ["2", "30.0", "30.0", "30.0", "3.00"]
     assert found["nothing moves"][3] == "10.0", "the step with a prompt is none of them"
     assert "experts are switched" not in found, "a single step has no tail"
+
+
+def test_steps_in_which_the_machine_was_slow_are_told_apart() -> None:
+    steps = [replace(SHORT, began=0.1 * number) for number in range(60)]
+    steps[30] = replace(steps[30], seconds=0.09)
+    steps[50] = replace(steps[50], seconds=0.025)
+    found = rows(steps, [(3.05, 3.07), (3.95, 3.99)])
+    names = found["steps in which"]
+    told = dict(zip(names[4:9], found["nothing moves"][4:9], strict=True))
+    assert found["nothing moves"][4:9] == ["9.00", "2", "1", "2.50", "1"], told
 
 
 def test_a_gap_is_that_around_the_harm() -> None:

@@ -12,7 +12,7 @@ from serving import rpc
 from serving.errors import NEVER_SENT, InvalidRequest, MillraceError, Unauthorized, WorkerLost
 from serving.proto import millrace_pb2 as pb
 from serving.proto import millrace_pb2_grpc as stubs
-from serving.rpc import Caller, answering, asking, listen, server
+from serving.rpc import INTERNAL, Caller, answering, asking, listen, server
 
 KEY = "sesame"
 OWN = {name: kind for name, kind in MillraceError.by_name.items() if kind.__module__ == "serving.errors"}
@@ -105,12 +105,9 @@ class World:
                     await asyncio.Event().wait()
                 yield pb.PushMessage(chunk=pb.Chunk(payload=bytes(100)))
 
-        try:
-            with asking(caller.address):
-                async for _ in stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata):
-                    pass
-        except MillraceError as error:
-            raise await caller.why(error) from error
+        with asking(caller.address):
+            async for _ in stubs.DecodeStub(caller.channel).Push(messages(), metadata=caller.metadata):
+                pass
 
 
 @pytest.fixture(params=[None, KEY], ids=["open", "with a key"])
@@ -168,6 +165,22 @@ async def test_without_the_key_no_door_opens(shape: str, key: str | None) -> Non
     finally:
         await stranger.close()
         await made.stop()
+
+
+async def test_only_what_may_hide_a_refusal_is_asked_about() -> None:
+    made = World(KEY)
+    await made.start()
+    stranger, lost, hiding = (
+        Caller(made.address, "wrong"),
+        WorkerLost("gone", code="UNAVAILABLE"),
+        WorkerLost("", code=INTERNAL),
+    )
+    assert await stranger.why(lost) is lost
+    assert type(await stranger.why(hiding)) is Unauthorized
+    assert await made.caller.why(hiding) is hiding
+    await made.stop()
+    assert await stranger.why(hiding) is hiding, "nobody answers"
+    await stranger.close()
 
 
 @pytest.mark.parametrize("shape", ["beat", "run", "push"])

@@ -43,10 +43,11 @@ async def test_a_stranger_hears_that_he_is_one() -> None:
 
 
 async def test_a_stranger_hears_that_he_is_one_though_the_stream_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with refusing_early(monkeypatch) as address:
+    async with refusing_early(monkeypatch) as refusing:
         dialer = Dialer(cluster_key="wrong")
-        link = dialer.dial(granted(address))
+        link = dialer.dial(granted(refusing.address))
         with pytest.raises(Unauthorized):
             await link.push(chunk())
         await link.close()
         await dialer.close()
+    assert refusing.hidden

@@ -50,11 +50,12 @@ async def test_without_the_key_no_door_opens(served: Served, wrong: str | None) 
 
 
 async def test_a_stranger_hears_that_he_is_one_though_the_stream_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with refusing_early(monkeypatch) as address:
-        stranger = RemoteNode(address, "wrong")
+    async with refusing_early(monkeypatch) as server:
+        stranger = RemoteNode(server.address, "wrong")
         with pytest.raises(Unauthorized):
             [one async for one in stranger.get([key(1)], 0, 0)]
         await stranger.close()
+        assert server.hidden
 
 
 async def test_nobody_there_is_a_lost_node(served: Served) -> None:

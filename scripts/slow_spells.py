@@ -1,0 +1,82 @@
+"""Spells in which a machine computes much more slowly than it does, whoever asks it to: a host that takes its cores.
+
+A host need not tell its guests: then the CPU time of whatever runs grows as the time by the clock does, and steps of a
+measurement take many times as long for no reason in the process that is measured. So a small process on each core does
+the same work again and again, in the caches, and notes how much CPU time that takes: about 1 % of a core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Self
+
+PERIOD = 0.02  # seconds between two looks
+BLOCK, HASHES = bytes(16 * 1024), 8  # are hashed in each: a tenth of a millisecond
+SLOWER = 4.0  # times the usual CPU time of a look, from which on it is a slow one
+
+Look = tuple[float, float, float]
+"""(Began and ended, by the monotonic clock; seconds of CPU time.)"""
+
+
+class SlowSpells:
+    """Watches every core that this process may run on while it is entered; `found` is there once it has been left."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+        self._watching: list[tuple[BaseProcess, Connection]] = []
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        for core in sorted(os.sched_getaffinity(0)):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=watch, args=(theirs, core), daemon=True)
+            process.start()
+            theirs.close()
+            self._watching.append((process, ours))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raises EOFError where a process that watches has died."""
+        try:
+            for _, connection in self._watching:
+                connection.send(None)
+            self.found = spells([connection.recv() for _, connection in self._watching])
+        finally:
+            for process, connection in self._watching:
+                process.kill()
+                process.join()
+                connection.close()
+
+    def during(self, began: float, seconds: float) -> bool:
+        """True if one of the cores was slow then, by the monotonic clock."""
+        after = bisect_left(self.found, (began + seconds,))
+        return any(ended > began for _, ended in self.found[:after])
+
+
+def spells(looks: Sequence[Sequence[Look]]) -> list[tuple[float, float]]:
+    """When each core's looks took SLOWER times as much CPU time as is usual there, in order."""
+    found = list[tuple[float, float]]()
+    for core in looks:
+        usual = statistics.median(cpu for _, _, cpu in core) if core else 0.0
+        found += [(began, ended) for began, ended, cpu in core if cpu > SLOWER * usual]
+    return sorted(found)
+
+
+def watch(connection: Connection, core: int) -> None:
+    """Look until something is said, then send the looks."""
+    os.sched_setaffinity(0, {core})
+    looks = list[Look]()
+    while not connection.poll(PERIOD):
+        began, cpu = time.monotonic(), time.thread_time()
+        for _ in range(HASHES):
+            hashlib.sha256(BLOCK).digest()
+        looks.append((began, time.monotonic(), time.thread_time() - cpu))
+    connection.send(looks)
