@@ -46,12 +46,12 @@ async def alone(path: Path, clients: int) -> dict[Prompt, tuple[int, ...]]:
 
 async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: dict[Prompt, tuple[int, ...]]) -> str:
     """Serve for so long; what the steps and texts were."""
-    async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
-        with SlowSpells() as slow:
+    with SlowSpells() as slow:
+        async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
             texts = await asked
-        wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
-        told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
-        return "\n".join([*step_table(steps.found, slow), *budget_lines(steps.found, spread), told])
+    wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
+    told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
+    return "\n".join([*step_table(steps.found, slow), *budget_lines(steps.found, spread), told])
 
 
 def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:

@@ -27,7 +27,10 @@ Look = tuple[float, float, float]
 
 
 class SlowSpells:
-    """Watches every core that this process may run on while it is entered; `found` is there once it has been left."""
+    """Watches every core that this process may run on while it is entered; `found` is there once it has been left.
+
+    Enter it before what is measured begins: its processes have started by then, and load what the main module imports.
+    """
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
@@ -41,6 +44,8 @@ class SlowSpells:
             process.start()
             theirs.close()
             self._watching.append((process, ours))
+        for _, connection in self._watching:
+            connection.recv()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,9 +76,10 @@ def spells(looks: Sequence[Sequence[Look]]) -> list[tuple[float, float]]:
 
 
 def watch(connection: Connection, core: int) -> None:
-    """Look until something is said, then send the looks."""
+    """Say that it begins, look until something is said, then send the looks."""
     os.sched_setaffinity(0, {core})
     looks = list[Look]()
+    connection.send(None)
     while not connection.poll(PERIOD):
         began, cpu = time.monotonic(), time.thread_time()
         for _ in range(HASHES):
