@@ -51,7 +51,8 @@ async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: 
             texts = await asked
     wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
     told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
-    return "\n".join([*step_table(steps.found, slow), *budget_lines(steps.found, spread), told])
+    spells = f"slow spells: {len(slow.found)} looks, {1e3 * slow.seconds:.0f} ms on all cores"
+    return "\n".join([*step_table(steps.found, slow), spells, *budget_lines(steps.found, spread), told])
 
 
 def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:
@@ -71,7 +72,7 @@ def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:
     median = statistics.median(two.seconds for _, two in pairs)
     yield f"steps: {len(steps)}; {len(pairs)} of them have {most} sequences and no prompt, median {1e3 * median:.1f} ms"
     cells = ["steps in which", "number", "median ms", "p99", "longest", "longest / median of all"]
-    cells += ["beyond twice that", "in slow spells", "longest / median outside them", "beyond twice that"]
+    cells += ["of twice the median", "with a slow spell", "longest / median without one", "of twice without one"]
     cells += ["CPU ms, median", "p99", "longest"]
     cells += ["without waits for a core: median", "p99", "longest", "longest / median"]
     yield "| " + " | ".join(cells) + " |\n" + "| --- " * len(cells) + "|"
@@ -82,7 +83,7 @@ def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:
             outside = [step.seconds for step in chosen if not slow.during(step.began, step.seconds)]
             beyond = [f"{sum(one > 2 * median for one in each)}" for each in (took, outside)]
             cells += [beyond[0], f"{len(took) - len(outside)}"]
-            cells += [f"{max(outside, default=0.0) / median:.2f}", beyond[1], *figures(cpu)]
+            cells += [f"{max(outside) / median:.2f}" if outside else "-", beyond[1], *figures(cpu)]
             running = [step.seconds - min(step.core_seconds, step.seconds) for step in chosen]
             cells += [*figures(running), f"{max(running) / statistics.median(running):.2f}"]
             yield "| " + " | ".join(cells) + " |"

@@ -1,8 +1,11 @@
-"""Spells in which a machine computes much more slowly than it does, whoever asks it to: a host that takes its cores.
+"""Spells in which a machine computes much more slowly than it does, whoever asks it to.
 
-A host need not tell its guests: then the CPU time of whatever runs grows as the time by the clock does, and steps of a
-measurement take many times as long for no reason in the process that is measured. So a small process on each core does
-the same work again and again, in the caches, and notes how much CPU time that takes: about 1 % of a core.
+The host of a virtual machine may hold it up and not tell it: then the CPU time of whatever runs grows as the time by
+the clock does, and a step of a measurement takes many times as long for no reason in what is measured. So a small
+process on each core does the same work again and again, in the caches, and notes how much CPU time that takes: about
+1 % of a core, more in a spell. What is measured can make that work a few times slower (by interrupts, and by sharing a
+core), on the cores that it uses. A spell is what makes it SLOWER times as slow on two cores at once, where there are
+two.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Self
 
 PERIOD = 0.02  # seconds between two looks
 BLOCK, HASHES = bytes(16 * 1024), 8  # are hashed in each: a tenth of a millisecond
-SLOWER = 4.0  # times the usual CPU time of a look, from which on it is a slow one
+SLOWER = 10.0  # times the usual CPU time of a look, from which on it is a slow one: 15 to 357 were seen in spells
 
 Look = tuple[float, float, float]
 """(Began and ended, by the monotonic clock; seconds of CPU time.)"""
@@ -49,7 +52,7 @@ class SlowSpells:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raises EOFError where a process that watches has died."""
+        """Raises EOFError or OSError where a process that watches has died."""
         try:
             for _, connection in self._watching:
                 connection.send(None)
@@ -60,19 +63,35 @@ class SlowSpells:
                 process.join()
                 connection.close()
 
+    @property
+    def seconds(self) -> float:
+        """Of all looks in spells, on all cores: there was a spell for about so long."""
+        return sum(ended - began for began, ended in self.found)
+
     def during(self, began: float, seconds: float) -> bool:
-        """True if one of the cores was slow then, by the monotonic clock."""
+        """True if there was a spell then, by the monotonic clock. It need not be all that made a step longer."""
         after = bisect_left(self.found, (began + seconds,))
         return any(ended > began for _, ended in self.found[:after])
 
 
 def spells(looks: Sequence[Sequence[Look]]) -> list[tuple[float, float]]:
-    """When each core's looks took SLOWER times as much CPU time as is usual there, in order."""
-    found = list[tuple[float, float]]()
+    """When cores computed slowly, in order: each look that was slow while one of another core was, give or take PERIOD.
+
+    A look that waited for its core counts as long as it had it.
+    """
+    slow = list[list[tuple[float, float]]]()
     for core in looks:
         usual = statistics.median(cpu for _, _, cpu in core) if core else 0.0
-        found += [(began, ended) for began, ended, cpu in core if cpu > SLOWER * usual]
+        slow.append([(ended - min(cpu, ended - began), ended) for began, ended, cpu in core if cpu > SLOWER * usual])
+    found = list[tuple[float, float]]()
+    for number, core in enumerate(slow):
+        others = [look for other, each in enumerate(slow) if other != number for look in each]
+        found += [one for one in core if len(slow) == 1 or any(_near(one, other) for other in others)]
     return sorted(found)
+
+
+def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    return one[0] < other[1] + PERIOD and other[0] < one[1] + PERIOD
 
 
 def watch(connection: Connection, core: int) -> None:

@@ -37,7 +37,9 @@ NO_CONNECTION = ("failed to connect", "errors resolving")
 ENDED = ("Socket closed", "Connection reset by peer", "Broken pipe")
 MAYBE_REFUSED = "; it may be gone, or have refused our certificate, or want TLS"
 ASKED_WHY = 1.0  # seconds a peer has to say why it ended a stream
-KEY_CHECK = "/millrace.v1.Worker/GetAudit"  # a server that has no such method refuses it to strangers all the same
+# Every worker has this method, also one of an earlier version, which refuses strangers only what it has; servers of
+# this version refuse it to them whether they have it or not.
+KEY_CHECK = "/millrace.v1.Worker/GetAudit"
 LONGEST_MESSAGE = 2000  # bytes of an error: it travels in headers, escaped, and gRPC drops those over 16 KB
 _ERROR_KEY = "millrace-error-bin"
 _AUTH_KEY = "authorization"

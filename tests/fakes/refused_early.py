@@ -13,9 +13,9 @@ import pytest
 from grpc import StatusCode, aio
 from grpc.aio import _call
 
-from serving.rpc import server
+from serving import rpc
 
-HEARD = 0.2  # seconds after which the client's process has the refusal, though its event loop has not seen it
+HEARD = 0.5  # seconds after which the client's process has the refusal, though its event loop has not seen it
 KEY = "key of who is not here"
 
 
@@ -27,23 +27,28 @@ class RefusesEarly:
 
 @asynccontextmanager
 async def refusing_early(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RefusesEarly]:
-    """A server with a key, in a thread; meanwhile streams of this process write late."""
-    original, told = _call.StreamStreamCall._write, RefusesEarly()
+    """A server with a key, in a thread; meanwhile streams of this process write late, and are refused just before."""
+    write, refuse, told, connected = _call.StreamStreamCall._write, rpc._refuse, RefusesEarly(), threading.Event()
+
+    async def refuse_connected(requests: object, context: aio.ServicerContext) -> None:
+        while not connected.is_set():
+            await asyncio.sleep(0.001)
+        await refuse(requests, context)
 
     async def late(call: _call.StreamStreamCall, request: object) -> None:
         await call.wait_for_connection()
+        connected.set()
         time.sleep(HEARD)  # noqa: ASYNC251 - the event loop stands still, the library's threads do not
         try:
-            await original(call, request)
+            await write(call, request)
         except aio.AioRpcError as error:
             told.hidden += error.code() is StatusCode.INTERNAL
             raise
 
-    monkeypatch.setattr(_call.StreamStreamCall, "_write", late)
     loop, over, listening = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def serve() -> None:
-        guarded = server(KEY)
+        guarded = rpc.server(KEY)
         told.address = f"127.0.0.1:{guarded.add_insecure_port('127.0.0.1:0')}"
         await guarded.start()
         listening.set()
@@ -54,7 +59,10 @@ async def refusing_early(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Refus
     thread.start()
     try:
         assert await asyncio.to_thread(listening.wait, 60)
-        yield told
+        with monkeypatch.context() as patched:
+            patched.setattr(_call.StreamStreamCall, "_write", late)
+            patched.setattr(rpc, "_refuse", refuse_connected)
+            yield told
     finally:
         loop.call_soon_threadsafe(over.set)
         await asyncio.to_thread(thread.join)

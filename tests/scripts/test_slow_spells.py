@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import threading
 import time
 
 import pytest
 
-from scripts.slow_spells import PERIOD, SLOWER, SlowSpells, spells
+from scripts.slow_spells import PERIOD, SLOWER, Look, SlowSpells, spells, watch
 
 USUAL = 1e-4
 
 
-def test_looks_that_took_much_more_than_is_usual_on_their_core_are_found_in_order() -> None:
-    quick = [(0.02 * number, 0.02 * number + USUAL, USUAL) for number in range(100)]
-    slow_core = [(began, began + 9 * USUAL, 9 * USUAL) for began, _, _ in quick]
-    slow = (0.501, 0.551, (SLOWER + 0.1) * USUAL)
-    not_yet = (0.701, 0.751, (SLOWER - 0.1) * USUAL)
-    late = (0.101, 0.201, 99 * USUAL)
-    assert spells([[*quick, slow, not_yet], [*slow_core, late], []]) == [late[:2], slow[:2]]
+QUICK = [(0.02 * number, 0.02 * number + USUAL, USUAL) for number in range(100)]
+
+
+def slow(began: float, times: float, waited: float = 0.0) -> Look:
+    return began, began + waited + times * USUAL, times * USUAL
+
+
+def test_a_spell_is_what_slows_two_cores_at_once() -> None:
+    one = [*QUICK, slow(0.501, 300), slow(0.901, 300), slow(1.301, SLOWER - 1)]
+    weak = [(began, began + 9 * USUAL, 9 * USUAL) for began, _, _ in QUICK]  # slow as such
+    other = [*weak, slow(0.511, 900), slow(1.301, 900), slow(1.501, 900)]
+    assert spells([one, other, []]) == [(0.501, 0.501 + 300 * USUAL), (0.511, 0.511 + 900 * USUAL)]
+    assert len(spells([one])) == 2, "of a single core there is no other to be asked"
+
+
+def test_waiting_for_a_core_is_no_spell() -> None:
+    waiting = slow(0.501, 1, waited=0.3)
+    assert spells([[*QUICK, waiting], [*QUICK, slow(0.6, 300)]]) == []
+    began, ended = spells([[*QUICK, slow(0.501, 300, waited=0.3)]])[0]
+    assert ended - began == pytest.approx(300 * USUAL)
 
 
 def test_what_overlaps_with_a_spell_is_in_it() -> None:
@@ -26,6 +41,27 @@ def test_what_overlaps_with_a_spell_is_in_it() -> None:
     slow.found = [(1.0, 3.0), (1.5, 1.6), (5.0, 5.5)]
     assert slow.during(0.5, 0.6) and slow.during(2.9, 9.0) and slow.during(2.0, 0.1) and slow.during(5.4, 0.01)
     assert not slow.during(0.5, 0.4) and not slow.during(3.1, 1.8) and not slow.during(5.6, 1.0)
+
+
+def test_looks_are_taken_on_the_core_that_is_named() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    core, before = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    bound = list[set[int]]()
+
+    def run() -> None:
+        watch(theirs, core)
+        bound.append(os.sched_getaffinity(0))  # of this thread
+
+    watching = threading.Thread(target=run)
+    watching.start()
+    assert ours.recv() is None
+    time.sleep(10 * PERIOD)
+    ours.send(None)
+    looks = ours.recv()
+    watching.join()
+    assert bound == [{core}] and os.sched_getaffinity(0) == before
+    assert looks
+    assert all(ended > began and cpu > 0 for began, ended, cpu in looks)
 
 
 def test_every_core_is_watched_for_as_long_as_it_is_entered() -> None:
@@ -38,7 +74,7 @@ def test_every_core_is_watched_for_as_long_as_it_is_entered() -> None:
 
 
 def test_one_that_watches_and_has_died_is_told() -> None:
-    with pytest.raises((EOFError, BrokenPipeError, ConnectionResetError)), SlowSpells() as slow:
+    with pytest.raises((EOFError, OSError)), SlowSpells() as slow:
         slow._watching[0][0].kill()
         slow._watching[0][0].join()
     assert not any(process.is_alive() for process, _ in slow._watching)

@@ -39,7 +39,7 @@ model = {model}
 served_model_name = ["tiny"]
 dtype = "float32"
 kernels = "torch"
-routing_policy = "round_robin"  # each decode worker gets requests, be it slow for what else the machine does
+routing_policy = "round_robin"  # others give a worker that the machine slows nothing
 heartbeat_interval = 0.1
 heartbeat_timeout = 30
 
