@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flow.crowd import undisturbed, visit
+from tests.flow.crowd import LITTLE_KV, undisturbed, visit
 from tests.flow.server import MillraceServer
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ MEMORY = 64 << 20  # bytes that a process which has served a thousand connection
     [pytest.param((), CROWD, id="room for all"), pytest.param(("--max-connections", "100"), 100, id="little room")],
 )
 def test_a_crowd_of_connections_harms_nobody(tiny_path: Path, flags: tuple[str, ...], room: int) -> None:
-    given = (str(tiny_path), "--dtype", "float32", "--served-model-name", "tiny", *TIMES, *flags)
+    given = (str(tiny_path), "--dtype", "float32", "--served-model-name", "tiny", *LITTLE_KV, *TIMES, *flags)
     with MillraceServer(*given, workers=("mixed-0",)) as server:
         text, _ = undisturbed(server, 10)
         seen = visit(server, CROWD, 30, text)
