@@ -1,4 +1,4 @@
-"""The block allocator: reference counts, the index of reusable blocks, and eviction in LRU order.
+"""The block allocator: reference counts, the index of reusable blocks, and eviction.
 
 It decides which block ids belong to whom; it never touches their bytes. Pure; no torch, no clock, no locks.
 
@@ -10,22 +10,16 @@ A block is in exactly one of three places:
 
 Blocks can be reserved for a sequence that needs them later: until it takes them they stay free or cached, but nobody
 else gets so many that they would be wanting.
-
-What is kept of a block is small, since a simulated cluster has millions: the order of eviction is a queue that blocks
-join whenever they become cached, and where all but the last entry of a block are passed over.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from kvcache.blocks.events import KVEventLog
+from kvcache.blocks.eviction import EvictionOrder
 from serving.errors import NoRoom
-
-MOST_ENTRIES = 2  # in the order of eviction, for each block: then those that are passed over are thrown away
 
 
 @lru_cache(maxsize=8)
@@ -48,10 +42,8 @@ class BlockAllocator:
         self.caching = caching
         self._events = events
         self._free = list(_numbers(num_blocks))  # a stack: low ids first
-        self._cached = 0  # blocks
         self.reserved = 0  # blocks, of those that are free or cached
-        self._released: deque[int] = deque()  # those cached, least recently released first, and entries passed over
-        self._entries = array("I", bytes(4 * num_blocks))  # of each block in there
+        self._cached = EvictionOrder(num_blocks)
         self._references = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -60,7 +52,7 @@ class BlockAllocator:
     @property
     def available(self) -> int:
         """Blocks an `allocate` could hand out now."""
-        return len(self._free) + self._cached - self.reserved
+        return len(self._free) + len(self._cached) - self.reserved
 
     @property
     def held(self) -> int:
@@ -87,11 +79,17 @@ class BlockAllocator:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Add one reference to each of these matched or held blocks."""
+        references, cached = self._references, list[int]()
         for block in blocks:
-            if self._references[block] == 0:
+            if references[block] == 0:
                 assert self._key_of[block] is not None, f"block {block} acquired though it is free"
-                self._cached -= 1
-            self._references[block] += 1
+                cached.append(block)
+            references[block] += 1
+        self._cached.remove(cached)
+
+    def found(self, matched: Iterable[int]) -> None:
+        """Say that a sequence has found its prefix in these acquired blocks."""
+        self._cached.found(matched)
 
     def allocate(self, count: int, *, headroom: int = 0) -> list[int]:
         """Take `count` blocks with one reference each, evicting cached ones as needed.
@@ -132,53 +130,32 @@ class BlockAllocator:
         return blocks
 
     def _evict(self, count: int) -> list[int]:
-        """The cached blocks that were released least recently, which are not cached any more."""
-        released, entries, references, keys = self._released, self._entries, self._references, self._key_of
-        evicted: list[int] = []
-        while len(evicted) < count:
-            block = released.popleft()
-            entries[block] = left = entries[block] - 1
-            if left or references[block]:
-                continue
+        """Blocks that are not cached any more."""
+        keys = self._key_of
+        evicted = self._cached.evict(count, keys)
+        for block in evicted:
             key, keys[block] = keys[block], None
             assert key is not None, "a cached block has a key"
             del self._block_of[key]
-            evicted.append(block)
             if self._events is not None:
                 self._events.removed(key)
-        self._cached -= count
         self.evictions += count
         return evicted
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference from each. Given a whole block table, its tail becomes evictable before its head."""
-        references, keys, entries = self._references, self._key_of, self._entries
+    def release(self, blocks: Sequence[int], *, used: bool = True) -> None:
+        """Drop one reference from each. Given a whole block table, its tail becomes evictable before its head.
+
+        Blocks that were acquired in vain have not been `used`: other blocks seem to have waited no longer for it.
+        """
+        references, keys, cached = self._references, self._key_of, list[int]()
         for block in reversed(blocks):
             left = references[block] - 1
             assert left >= 0, f"block {block} released more often than taken"
             references[block] = left
             if left:
                 continue
-            if keys[block] is not None:
-                self._cached += 1
-                self._released.append(block)
-                entries[block] += 1
-            else:
-                self._free.append(block)
-        if len(self._released) > MOST_ENTRIES * self.num_blocks:
-            self._pass_over()
-
-    def _pass_over(self) -> None:
-        """Forget the entries of blocks that have joined the queue again since, or are held."""
-        entries, references = self._entries, self._references
-        kept: deque[int] = deque()
-        for block in self._released:
-            entries[block] -= 1
-            if not entries[block] and not references[block]:
-                kept.append(block)
-        for block in kept:
-            entries[block] = 1
-        self._released = kept
+            (self._free if keys[block] is None else cached).append(block)
+        self._cached.add(cached, used=used)
 
     def publish(self, block: int, key: bytes) -> None:
         """Say that this held block is full and holds the KV named by `key`. The first block of a key stays."""
@@ -186,6 +163,7 @@ class BlockAllocator:
         if self.caching and self._key_of[block] is None and key not in self._block_of:
             self._key_of[block] = key
             self._block_of[key] = block
+            self._cached.missed(key)
             if self._events is not None:
                 self._events.stored(key)
 
@@ -197,8 +175,8 @@ class BlockAllocator:
                 counted[block] += 1
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
-        cached = {block for block in self._released if not self._references[block]}
-        assert len(cached) == self._cached, f"{len(cached)} blocks are cached, {self._cached} counted"
+        cached = set(self._cached)
+        assert len(cached) == len(self._cached), f"{len(cached)} blocks are cached, {len(self._cached)} counted"
         assert 0 <= self.reserved <= len(free) + len(cached), (
             f"{self.reserved} blocks are reserved, which are not there"
         )

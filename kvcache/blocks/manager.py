@@ -93,8 +93,9 @@ class KVCacheManager:
         try:
             self._pressing(lambda: self.allocator.reserve(needed, headroom=headroom))
         except NoRoom:
-            self.allocator.release(matched)
+            self.allocator.release(matched, used=False)
             raise
+        self.allocator.found(matched)
         seq.blocks, seq.reserved = matched, needed
         if not waits:
             self.settle(seq)
@@ -141,13 +142,15 @@ class KVCacheManager:
         matched = self._match(seq)
         if len(matched) <= known:
             return
-        self.allocator.acquire(matched[known:])
+        taken_up = matched[known:]
+        self.allocator.acquire(taken_up)
+        self.allocator.found(taken_up)
         replaced = seq.blocks[known : len(matched)]
         self.allocator.release(replaced)
         spared = len(matched) - known - len(replaced)
         self.allocator.cancel_reserved(spared)
         seq.reserved -= spared
-        seq.blocks[known : len(matched)] = matched[known:]
+        seq.blocks[known : len(matched)] = taken_up
         self._count_reuse(seq, len(matched))
 
     def grow(self, seq: SequenceState) -> None:

@@ -10,14 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache.blocks.allocator import MOST_ENTRIES, BlockAllocator
+from kvcache.blocks.allocator import BlockAllocator
+from kvcache.blocks.eviction import MOST_ENTRIES
 from serving.errors import NoRoom
 
 KEYS = [bytes([n]) * 4 for n in range(6)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`tables` are the references handed out; `cached` is the model's LRU list, oldest first."""
+    """`tables` are the references handed out; `cached` is the model's list, oldest first, `found` what was found."""
 
     @initialize(blocks=st.integers(1, 7), caching=st.booleans())
     def start(self, blocks: int, caching: bool) -> None:
@@ -26,6 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         self.key_of: dict[int, bytes] = {}
         self.cached: OrderedDict[int, None] = OrderedDict()
+        self.found: set[int] = set()
         self.evictions = 0
         self.reserved = 0
 
@@ -69,18 +71,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     def take(self, count: int, how: Callable[[int], list[int]]) -> None:
         free = self.allocator.num_blocks - len(self.held()) - len(self.cached)
-        evicted = [self.cached.popitem(last=False)[0] for _ in range(count - free)]
         taken = how(count)
         assert len(set(taken)) == count and not set(taken) & self.held()
-        assert not set(taken) & set(self.cached), "a block was evicted before its turn, or while others were free"
-        assert set(evicted) <= set(taken)
+        evicted = [block for block in self.cached if block in taken]
+        assert len(evicted) == max(0, count - free), "a block was evicted while others were free"
+        for kind in (self.found, self.key_of.keys() - self.found):
+            in_turn = [block for block in self.cached if block in kind]
+            gone = [block for block in in_turn if block in taken]
+            assert gone == in_turn[: len(gone)], "a block was evicted before its turn"
         for block in evicted:
-            del self.key_of[block]
+            del self.key_of[block], self.cached[block]
+            self.found.discard(block)
         self.evictions += len(evicted)
         self.tables.append(taken)
 
-    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True))
-    def match_and_acquire(self, keys: list[bytes]) -> None:
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4, unique=True), again=st.booleans())
+    def match_and_acquire(self, keys: list[bytes], again: bool) -> None:
         by_key = {key: block for block, key in self.key_of.items()}
         expected = []
         for key in keys:
@@ -94,6 +100,9 @@ class PoolMachine(RuleBasedStateMachine):
         if unused > self.available:
             return  # who takes up a prefix needs no more blocks than before
         self.allocator.acquire(found)
+        if again:
+            self.allocator.found(found)
+            self.found.update(found)
         for block in found:
             self.cached.pop(block, None)
         self.tables.append(found)
@@ -153,7 +162,8 @@ def test_a_matched_prefix_becomes_the_last_to_be_evicted() -> None:
     assert allocator.allocate(1) == new
 
 
-def test_a_prefix_that_is_taken_over_and_over_fills_no_memory() -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_a_prefix_that_is_taken_over_and_over_fills_no_memory(again: bool) -> None:
     """The order of eviction has entries that are passed over: they do not pile up, and the order stays."""
     allocator = BlockAllocator(8, 4)
     table, keys = allocator.allocate(6), [bytes([n]) for n in range(6)]
@@ -163,8 +173,10 @@ def test_a_prefix_that_is_taken_over_and_over_fills_no_memory() -> None:
     for turn in range(1000):
         hot = allocator.match(keys[: 1 + turn % 3])
         allocator.acquire(hot)
+        if again:
+            allocator.found(hot)
         allocator.release(hot)
-        assert len(allocator._released) <= MOST_ENTRIES * 8
+        assert sum(map(len, allocator._cached._queues)) <= MOST_ENTRIES * 8
     assert allocator.check([]) == 0
     wanted = [table[5], table[4], table[3], table[2], table[1], table[0]]
     allocator.allocate(2)

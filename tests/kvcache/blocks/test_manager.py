@@ -249,3 +249,54 @@ def test_no_room_takes_nothing_and_keeps_what_was_cached() -> None:
     fits = make_sequence(kv, list(range(9)))
     kv.open(fits)
     assert fits.cached == 8
+
+
+def run_through(kv: KVCacheManager, prompt: list[int], upto: int | None = None) -> SequenceState:
+    """Opened, computed to the end or `upto` a token, and published."""
+    seq = make_sequence(kv, prompt)
+    kv.open(seq)
+    seq.computed = upto or len(prompt)
+    kv.publish(seq)
+    return seq
+
+
+def found_blocks(kv: KVCacheManager) -> int:
+    """How many cached or held blocks count as found, so that they are kept longer."""
+    return sum(kv.allocator._cached._kinds)
+
+
+def test_a_prefix_that_is_found_is_kept_longer_than_text_of_ones_own() -> None:
+    kv = KVCacheManager(BlockAllocator(10, 2), "model")
+    kv.allocator._cached.longer = 64.0
+    for last in (7, 8):
+        kv.release(run_through(kv, [1, 2, 3, 4, last]))
+    assert found_blocks(kv) == 2
+    for other in range(10, 40, 10):
+        kv.release(run_through(kv, [*range(other, other + 9)]))
+    assert kv.known_blocks(make_sequence(kv, [1, 2, 3, 4, 9])) == 2
+
+
+def test_a_prefix_that_is_taken_up_while_it_is_computed_counts_as_found() -> None:
+    kv = KVCacheManager(BlockAllocator(12, 2), "model")
+    first, second = make_sequence(kv, [1, 2, 3, 4, 5]), make_sequence(kv, [1, 2, 3, 4, 6])
+    kv.open(first)
+    kv.open(second, waits=True)
+    first.computed = 5
+    kv.publish(first)
+    assert found_blocks(kv) == 0
+    kv.begin(second)
+    assert second.computed == 4 and found_blocks(kv) == 2
+
+
+def test_what_finds_no_room_counts_for_nothing() -> None:
+    """Whoever waits tries again at each step: that is no use of its prefix, and no time for others to age in."""
+    kv = KVCacheManager(BlockAllocator(6, 2), "model")
+    kv.release(run_through(kv, [1, 2, 3, 4]))
+    held = run_through(kv, [7, 8, 9])
+    before = kv.allocator._cached._now
+    for _ in range(5):
+        with pytest.raises(NoRoom):
+            kv.open(make_sequence(kv, [1, 2, 3, 4, *range(20, 26)]))
+    assert found_blocks(kv) == 0 and kv.allocator._cached._now == before
+    kv.release(held)
+    assert kv.known_blocks(make_sequence(kv, [1, 2, 3, 4, 5])) == 2
