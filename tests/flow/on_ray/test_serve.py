@@ -44,9 +44,8 @@ def test_streams_and_errors_are_the_routers_and_nothing_is_left(nodes: RayNodes,
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     serve.run(build({"placement_toml": placement, "insecure": True}))
     door = Asking(f"http://127.0.0.1:{port}")
-    known = "Ray Serve's proxy has heard of what is said to run: until then it answers 404"
-    wait_until(lambda: door.get("/health")[0] != 404, SECONDS, known)
-    assert door.get("/health")[0] == 200
+    known = "Ray Serve's proxy has heard of what is said to run, and the router of a worker: 404 and 503 until then"
+    wait_until(lambda: door.get("/health")[0] == 200, SECONDS, known)
     client = Client(door.url)
     prompt = prompts(1, shortest=20, longest=30, seed=3)[0]
     asked = [client.start(prompt, stream=stream, max_tokens=20, temperature=0.0) for stream in (True, False)]
