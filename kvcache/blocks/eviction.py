@@ -3,10 +3,11 @@
 Pure. There are two kinds of cached blocks: those in which a later sequence has found its prefix, and those in which
 none has yet. LRU keeps both for the same time; where every prompt ends in text of its own, what nobody asks for again
 takes the place of what all share. So blocks that have been found are kept `longer` times as long as others, and what
-is missed decides how many times that is. A block that is computed anew though it was here says that its kind was
-evicted too soon: `longer` grows where it had been found, and shrinks where not. This is how ARC (Megiddo and Modha,
-"ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) divides a cache, by ages instead of lengths. Within a
-kind it is LRU, and between kinds too as long as `longer` is 1: at first, and where one kind is missed like the other.
+is missed decides how many times that is. A block that is computed or fetched anew though it was here says that its
+kind was evicted too soon: `longer` grows where it had been found, and shrinks where not. This is how ARC (Megiddo and
+Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003) divides a cache, by ages instead of lengths.
+Within a kind it is LRU, and between kinds too as long as `longer` is 1: at first, and where one kind is missed like the
+other.
 
 What is kept of a block is small, since a simulated cluster has millions: the order is two queues that blocks join
 whenever they become cached, and where all but the last entry of a block are passed over; of evicted keys a sample.
@@ -24,7 +25,7 @@ MOST_ENTRIES = 2  # in the queues, for each block: then those that are passed ov
 MOST_LONGER = 64.0
 SAMPLE = 8  # one in so many evicted keys is remembered,
 REMEMBERED = 1.25  # from when it was cached until so many times as many blocks as there are have become cached
-SENSITIVITY = 16  # `longer` changes by a factor of e where one in so many of all blocks is missed
+SENSITIVITY = 16  # `longer` changes by a factor of e or more where one in so many of all blocks is missed
 
 UNFOUND, FOUND = 0, 1  # the kinds
 
@@ -83,7 +84,10 @@ class EvictionOrder:
             self._kinds[block] = FOUND
 
     def missed(self, key: bytes) -> None:
-        """A block of this key has been computed: if one was evicted not long ago, its kind is kept too short."""
+        """A block of this key has come to be: if one was evicted not long ago, its kind is kept too short.
+
+        To be said of each key before a block of it is added, so that none is both cached and remembered.
+        """
         if crc32(key) % SAMPLE:
             return
         unfound, found = self._gone
@@ -95,7 +99,8 @@ class EvictionOrder:
             self._change(step * max(1.0, sizes[UNFOUND] / sizes[FOUND]))
 
     def _change(self, by: float) -> None:
-        self.longer = exp(min(max(log(self.longer) + by, 0.0), log(MOST_LONGER)))
+        """Of the logarithm; by 1 at most, so that no single block decides."""
+        self.longer = exp(min(max(log(self.longer) + min(max(by, -1.0), 1.0), 0.0), log(MOST_LONGER)))
 
     def evict(self, count: int, keys: Sequence[bytes | None]) -> list[int]:
         """So many blocks, which are not cached any more, nor found. `keys` has the key of each block."""

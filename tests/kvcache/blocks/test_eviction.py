@@ -45,7 +45,8 @@ class OrderMachine(RuleBasedStateMachine):
             self.since[block] = self.now
             self.since[block] = self.since.pop(block)  # in the order they came
             self.held.remove(block)
-            self.keys[block] = self.keys[block] or data.draw(st.sampled_from(KEYS))
+            fresh = [key for key in KEYS if key not in self.gone and key not in self.keys]
+            self.keys[block] = self.keys[block] or data.draw(st.sampled_from(fresh))
 
     @precondition(lambda self: self.since)
     @rule(data=st.data(), found=st.booleans())
