@@ -16,7 +16,7 @@ whenever they become cached, and where all but the last entry of a block are pas
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import exp, log
 from zlib import crc32
@@ -42,7 +42,8 @@ class EvictionOrder:
         self._queues: tuple[deque[int], deque[int]] = (deque(), deque())  # by kind, the longest cached first
         self._entries = tuple(array("I", bytes(4 * num_blocks)) for _ in self._queues)  # of each block in there
         self._counts = [0, 0]  # cached blocks, by kind
-        self._gone: tuple[dict[bytes, int], dict[bytes, int]] = ({}, {})  # evicted keys by kind, since when cached
+        # Evicted keys by kind, since when cached: the first of a plain dict is found behind all that were deleted.
+        self._gone: tuple[OrderedDict[bytes, int], OrderedDict[bytes, int]] = (OrderedDict(), OrderedDict())
         self._now = 0
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class EvictionOrder:
         self._now = now
         for gone in self._gone:
             while gone and now - next(iter(gone.values())) > REMEMBERED * self.num_blocks:
-                del gone[next(iter(gone))]
+                gone.popitem(last=False)
         if sum(map(len, queues)) > MOST_ENTRIES * self.num_blocks:
             self._pass_over()
 
