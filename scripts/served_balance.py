@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import uvloop
 
+from bench.free_pages import reports
 from scripts.served_clients import served_apart
-from scripts.served_group import ModelSize, Prompt, Step, prompts, served, write_model
+from scripts.served_group import ModelSize, Prompt, Step, Text, prompts, served, write_model
 from scripts.slow_spells import SlowSpells
 from serving.expert_parallel.copies import CHUNK
 from serving.expert_parallel.replanning import BalancePolicy
@@ -44,15 +45,17 @@ async def alone(path: Path, clients: int) -> dict[Prompt, tuple[int, ...]]:
         return {text.prompt: text.tokens for topic in asked_for(clients) for text in await one.ask(topic)}
 
 
-async def under_load(spread: SpreadModel, clients: int, seconds: float, wanted: dict[Prompt, tuple[int, ...]]) -> str:
-    """Serve for so long; what the steps and texts were."""
+async def under_load(spread: SpreadModel, clients: int, seconds: float) -> tuple[str, list[Text]]:
+    """Serve for so long; what the steps were, and the texts."""
     with SlowSpells() as slow:
         async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
+            before = reports()
             texts = await asked
-    wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
-    told = f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process"
-    spells = f"slow spells: {len(slow.found)} looks, {1e3 * slow.seconds:.0f} ms on all cores"
-    return "\n".join([*step_table(steps.found, slow), spells, *budget_lines(steps.found, spread), told])
+            reported = reports() - before
+    looks = [ended - began for began, ended in slow.found if ended > steps.found[0].began]
+    spells = f"slow spells: {len(looks)} looks, {1e3 * sum(looks):.0f} ms on all cores"
+    host = f"free memory was reported to the host {reported} times meanwhile"
+    return "\n".join([*step_table(steps.found, slow), spells, host, *budget_lines(steps.found, spread)]), texts
 
 
 def step_table(steps: Sequence[Step], slow: SlowSpells) -> Iterator[str]:
@@ -132,8 +135,6 @@ def main() -> None:
         path = write_model(Path(folder), size)
         shape = f"{size.layers} layers, hidden {size.hidden}, {size.experts} experts of {size.width}"
         print(f"{args.ranks} ranks, {args.clients} clients; {shape}; load averages {loads()}", flush=True)
-        torch.set_num_threads(1)
-        wanted = uvloop.run(alone(path, args.clients))
         balancing = (
             None if args.still else Balancing(policy=POLICY, interval=INTERVAL, bytes_per_second=args.megabytes * 1e6)
         )
@@ -142,9 +143,14 @@ def main() -> None:
             path, "float32", None, args.ranks, DEADLINE, redundant=args.redundant, balancing=balancing
         )  # fmt: skip
         try:
-            print(uvloop.run(under_load(spread, args.clients, args.seconds, wanted)))
+            told, texts = uvloop.run(under_load(spread, args.clients, args.seconds))
         finally:
             spread.ranks.close()
+        print(told, flush=True)
+        torch.set_num_threads(1)
+        wanted = uvloop.run(alone(path, args.clients))  # not before: what it frees would disturb what is measured
+        wrong = sum(text.tokens != wanted[text.prompt] for text in texts)
+        print(f"texts: {len(texts)} whole ones, of which {wrong} differ from those of one process")
         print(f"load averages at the end {loads()}")
 
 

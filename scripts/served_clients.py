@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
+from bench.free_pages import all_reported
 from decode.service import DecodeService
 from deploy.local import LocalCluster
 from deploy.worker.build import WorkerLinks, build_worker
@@ -45,7 +47,7 @@ class WorkerBehindGrpc(LocalCluster):
 
     def __init__(self, model: LoadedModel, clients: int, connection: Connection) -> None:
         super().__init__(model, ModelConfig(dtype="float32"), engine_config(clients), RouterConfig(patience=PATIENCE))
-        self._connection = connection
+        self._connection, self._known = connection, False
         self._server, self._dialer = server(), Dialer(local={})
 
     def _worker(self, role: Role, number: int, dialer: Dialer) -> Worker:
@@ -60,11 +62,16 @@ class WorkerBehindGrpc(LocalCluster):
     async def start(self) -> None:
         await super().start()
         await self._server.start()
-        self.beat()
 
     def beat(self) -> None:
-        for worker in self.workers:
-            self._connection.send(worker.status())
+        if self._known:
+            for worker in self.workers:
+                self._connection.send(worker.status())
+
+    def become_known(self) -> None:
+        """From now on the router hears of it, and clients ask."""
+        self._known = True
+        self.beat()
 
     async def stop(self) -> None:
         await self._server.stop(0)
@@ -91,11 +98,17 @@ async def served_apart(
         collect_seldom()
         steps = Steps(spread)
         cluster.workers[0].engine.trace = steps
+        await all_reported(say)  # ranks have just freed what their arenas hold now
+        cluster.become_known()
         yield steps, asyncio.ensure_future(asyncio.to_thread(ours.recv))
     finally:
         await cluster.stop()
         process.kill()
         process.join()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_clients(connection: Connection, topics: Sequence[Sequence[Prompt]], seconds: float) -> None:

@@ -63,11 +63,6 @@ class SlowSpells:
                 process.join()
                 connection.close()
 
-    @property
-    def seconds(self) -> float:
-        """Of all looks in spells, on all cores: there was a spell for about so long."""
-        return sum(ended - began for began, ended in self.found)
-
     def during(self, began: float, seconds: float) -> bool:
         """True if there was a spell then, by the monotonic clock. It need not be all that made a step longer."""
         after = bisect_left(self.found, (began + seconds,))

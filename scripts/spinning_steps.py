@@ -9,16 +9,20 @@ that lie in memory), allocates nothing, and waits awake for the others after eac
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, MutableSequence
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
 
 import numpy as np
+
+from bench.free_pages import all_reported
 
 PHASES = 9  # as a step of a model of four MoE layers: before and after each exchange
 BLOCK = bytes(16 * 1024)  # is hashed again and again, in the caches
@@ -112,6 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
+    asyncio.run(all_reported(lambda line: print(line, file=sys.stderr, flush=True)))
     took, *_ = spinning(args.processes, args.milliseconds, args.megabytes, args.seconds)
     median, tail = statistics.median(took), statistics.quantiles(took, n=100, method="inclusive")[98]
     told = f"median {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f}, longest {1e3 * max(took):.1f}"
