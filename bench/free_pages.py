@@ -1,6 +1,6 @@
 """Free memory that a virtual machine reports to its host, and a wait until none is left to report.
 
-The kernel reports blocks of free pages some seconds after they were freed, a part every two seconds (free page
+The kernel reports blocks of free pages some seconds after they were freed, a part every two seconds or later (free page
 reporting, of virtio's balloon device), and the host takes them back. On some hosts everything that computes is held up
 meanwhile, on all cores, for up to 0.4 s at a time, without a word of stolen time: gigabytes that were freed just before
 a measurement, by what ran earlier or by what is measured as it started, disturb its first minute. Measure longest steps
@@ -16,7 +16,7 @@ from pathlib import Path
 
 INTERRUPTS = Path("/proc/interrupts")
 DEVICE_QUEUE = "reporting_vq"  # an interrupt of the balloon device: the host has taken what was reported
-QUIET = 6.0  # seconds without a report: three times what the kernel waits from one pass to the next
+QUIET = 12.0  # seconds without a report: up to 10 lie between two after a process of 2 GB in small pages has ended
 MOST = 180.0  # seconds; a machine on which others free memory is never quiet
 EVERY = 0.5
 TOLD_EVERY = 10.0
