@@ -13,20 +13,16 @@ saves, in both together.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import statistics
-import sys
 from typing import Any
 
 from bench.expert_rank import Case, Measured, run_experts, run_rank
-from bench.free_pages import all_reported
 from bench.rank_processes import run_ranks
 
 
 def run_case(case: Case) -> dict[str, Any]:
-    """What rank 0 has measured, once the memory of earlier ranks has been reported to the host."""
-    asyncio.run(all_reported(say))
+    """What rank 0 has measured."""
     first: dict[str, Any] = run_ranks(case.ranks, run_rank, case)[0]
     return first
 
@@ -76,7 +72,6 @@ EXPERTS_HEADER = (
 
 def experts_row(case: Case) -> list[str]:
     """Of rank 0, as it has measured rounds in which experts compute."""
-    asyncio.run(all_reported(say))
     both: list[Measured] = run_ranks(case.ranks, run_experts, case)[0]
     cells = [f"{case.ranks}", f"{case.tokens}", f"{case.width}"]
     for one in both:
@@ -84,10 +79,6 @@ def experts_row(case: Case) -> list[str]:
         cells += [f"{1e3 * seconds:.2f}" for seconds in times]
     in_place, gathered = (statistics.median(one.seconds) for one in both)
     return [*cells, f"{in_place / gathered:.3f}", f"{both[0].cpu_seconds / both[1].cpu_seconds:.3f}"]
-
-
-def say(told: str) -> None:
-    print(told, file=sys.stderr, flush=True)
 
 
 def line(cells: tuple[str, ...] | list[str]) -> str:

@@ -2,14 +2,15 @@
 
 The kernel reports blocks of free pages some seconds after they were freed, a part every two seconds or later (free page
 reporting, of virtio's balloon device), and the host takes them back. On some hosts everything that computes is held up
-meanwhile, on all cores, for up to 0.4 s at a time, without a word of stolen time: gigabytes that were freed just before
-a measurement, by what ran earlier or by what is measured as it started, disturb its first minute. Measure longest steps
-and tails after this wait.
+during some of these, on all cores, for up to 0.4 s, without a word of stolen time: gigabytes that were freed just
+before a measurement, by what ran earlier or by what is measured as it started, disturb its first minute. Measure
+longest steps after this wait, and tell how often memory was reported meanwhile. Medians do not mind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,19 +18,31 @@ from pathlib import Path
 INTERRUPTS = Path("/proc/interrupts")
 DEVICE_QUEUE = "reporting_vq"  # an interrupt of the balloon device: the host has taken what was reported
 QUIET = 12.0  # seconds without a report: up to 10 lie between two after a process of 2 GB in small pages has ended
-MOST = 180.0  # seconds; a machine on which others free memory is never quiet
+MOST = 300.0  # seconds; a machine on which others free memory is never quiet
 EVERY = 0.5
 TOLD_EVERY = 10.0
 
 
-def reports(interrupts: Path = INTERRUPTS) -> int:
-    """How many reports the host has answered since this machine started; 0 where none are made, or none can be told."""
+def reports(interrupts: Path = INTERRUPTS) -> int | None:
+    """How many reports the host has answered since this machine started.
+
+    None: that cannot be told. There is no balloon device, or it has no interrupt of its own for its reports.
+    """
     try:
-        lines = interrupts.read_text().splitlines()
-    except OSError:
-        return 0
-    counts = (line.split() for line in lines if line.rstrip().endswith(DEVICE_QUEUE))
-    return sum(int(word) for words in counts for word in words[1:] if word.isdigit())
+        head, *lines = interrupts.read_text(errors="replace").splitlines()
+    except (OSError, ValueError):  # no such table, or an empty one
+        return None
+    cores = len(head.split())
+    found = [line.split()[1 : 1 + cores] for line in lines if line.rstrip().endswith(DEVICE_QUEUE)]
+    return sum(int(count) for counts in found for count in counts if count.isdigit()) if found else None
+
+
+def told_since(before: int | None, count: Callable[[], int | None] = reports) -> str:
+    """A line on how often it was reported since `reports` was `before`, for whoever reads what was measured."""
+    now = count()
+    if before is None or now is None:
+        return "whether free memory was reported to a host meanwhile cannot be told here"
+    return f"free memory was reported to the host {max(0, now - before)} times meanwhile"
 
 
 async def all_reported(
@@ -38,22 +51,26 @@ async def all_reported(
     quiet: float = QUIET,
     most: float = MOST,
     every: float = EVERY,
-    count: Callable[[], int] = reports,
-) -> bool:
-    """Wait until no report has been made for `quiet` seconds, or `most` are over; whether it is quiet.
+    count: Callable[[], int | None] = reports,
+) -> None:
+    """Wait until no report has been made for `quiet` seconds, or `most` are over.
 
-    It returns at once on a machine that has never made one. `say` hears how long it waits already, now and then.
+    It returns at once where reports cannot be told. `say` hears how long it waits already, now and then.
     """
     began = changed = told = time.monotonic()
     known = count()
-    while known and (now := time.monotonic()) - changed < quiet:
+    while known is not None and (now := time.monotonic()) - changed < quiet:
         if now - began >= most:
-            say(f"free memory is still being reported to the host after {now - began:.0f} s; measuring all the same")
-            return False
+            say(f"no {quiet:.0f} s without a report of free memory to the host in {most:.0f}; measuring all the same")
+            return
         if now - told >= TOLD_EVERY:
             told = now
             say(f"waiting until free memory has been reported to the host: {now - began:.0f} s")
         await asyncio.sleep(every)
         if (found := count()) != known:
             known, changed = found, time.monotonic()
-    return True
+
+
+def say(line: str) -> None:
+    """On stderr, where figures are not."""
+    print(line, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import uvloop
 
-from bench.free_pages import reports
+from bench.free_pages import reports, told_since
 from scripts.served_clients import served_apart
 from scripts.served_group import ModelSize, Prompt, Step, Text, prompts, served, write_model
 from scripts.slow_spells import SlowSpells
@@ -51,10 +51,9 @@ async def under_load(spread: SpreadModel, clients: int, seconds: float) -> tuple
         async with served_apart(spread, clients, asked_for(clients), seconds) as (steps, asked):
             before = reports()
             texts = await asked
-            reported = reports() - before
+            host = told_since(before)
     looks = [ended - began for began, ended in slow.found if ended > steps.found[0].began]
     spells = f"slow spells: {len(looks)} looks, {1e3 * sum(looks):.0f} ms on all cores"
-    host = f"free memory was reported to the host {reported} times meanwhile"
     return "\n".join([*step_table(steps.found, slow), spells, host, *budget_lines(steps.found, spread)]), texts
 
 
@@ -147,6 +146,7 @@ def main() -> None:
         finally:
             spread.ranks.close()
         print(told, flush=True)
+        del spread  # and its weights
         torch.set_num_threads(1)
         wanted = uvloop.run(alone(path, args.clients))  # not before: what it frees would disturb what is measured
         wrong = sum(text.tokens != wanted[text.prompt] for text in texts)

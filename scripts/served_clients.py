@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from bench.free_pages import all_reported
+from bench.free_pages import all_reported, say
 from decode.service import DecodeService
 from deploy.local import LocalCluster
 from deploy.worker.build import WorkerLinks, build_worker
@@ -105,10 +104,6 @@ async def served_apart(
         await cluster.stop()
         process.kill()
         process.join()
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def run_clients(connection: Connection, topics: Sequence[Sequence[Prompt]], seconds: float) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import multiprocessing
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, MutableSequence
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ from multiprocessing.sharedctypes import RawArray
 
 import numpy as np
 
-from bench.free_pages import all_reported
+from bench.free_pages import all_reported, reports, say, told_since
 
 PHASES = 9  # as a step of a model of four MoE layers: before and after each exchange
 BLOCK = bytes(16 * 1024)  # is hashed again and again, in the caches
@@ -116,13 +115,15 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0)
     args = parser.parse_args()
-    asyncio.run(all_reported(lambda line: print(line, file=sys.stderr, flush=True)))
+    asyncio.run(all_reported(say))
+    before = reports()
     took, *_ = spinning(args.processes, args.milliseconds, args.megabytes, args.seconds)
     median, tail = statistics.median(took), statistics.quantiles(took, n=100, method="inclusive")[98]
     told = f"median {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f}, longest {1e3 * max(took):.1f}"
     beyond = f"{max(took) / median:.2f} times the median; {sum(one > 2 * median for one in took)} took more than twice"
     print(f"{len(took)} steps of {args.processes} processes: {told}, {beyond}")
     print("the longest five: " + ", ".join(f"{1e3 * one:.1f}" for one in sorted(took)[-5:]))
+    print(told_since(before))
 
 
 if __name__ == "__main__":
