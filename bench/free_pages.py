@@ -2,7 +2,7 @@
 
 The kernel reports blocks of free pages some seconds after they were freed, a part every two seconds or later (free page
 reporting, of virtio's balloon device), and the host takes them back. On some hosts everything that computes is held up
-during some of these, on all cores, for up to 0.4 s, without a word of stolen time: gigabytes that were freed just
+during some of these, on all cores, for up to 0.5 s, without a word of stolen time: gigabytes that were freed just
 before a measurement, by what ran earlier or by what is measured as it started, disturb its first minute. Measure
 longest steps after this wait, and tell how often memory was reported meanwhile. Medians do not mind.
 """
@@ -40,9 +40,9 @@ def reports(interrupts: Path = INTERRUPTS) -> int | None:
 def told_since(before: int | None, count: Callable[[], int | None] = reports) -> str:
     """A line on how often it was reported since `reports` was `before`, for whoever reads what was measured."""
     now = count()
-    if before is None or now is None:
+    if before is None or now is None or now < before:  # a core that is taken away takes its counts with it
         return "whether free memory was reported to a host meanwhile cannot be told here"
-    return f"free memory was reported to the host {max(0, now - before)} times meanwhile"
+    return f"free memory was reported to the host {now - before} times meanwhile"
 
 
 async def all_reported(

@@ -37,6 +37,7 @@ class SlowSpells:
 
     def __init__(self) -> None:
         self.found: list[tuple[float, float]] = []
+        self.since = 0.0  # by the monotonic clock: looks before it do not count
         self._watching: list[tuple[BaseProcess, Connection]] = []
 
     def __enter__(self) -> Self:
@@ -56,12 +57,18 @@ class SlowSpells:
         try:
             for _, connection in self._watching:
                 connection.send(None)
-            self.found = spells([connection.recv() for _, connection in self._watching])
+            looks: list[list[Look]] = [connection.recv() for _, connection in self._watching]
+            self.found = spells([[look for look in core if look[0] >= self.since] for core in looks])
         finally:
             for process, connection in self._watching:
                 process.kill()
                 process.join()
                 connection.close()
+
+    @property
+    def seconds(self) -> float:
+        """Of all looks in spells, on all cores: there was a spell for about so long."""
+        return sum(ended - began for began, ended in self.found)
 
     def during(self, began: float, seconds: float) -> bool:
         """True if there was a spell then, by the monotonic clock. It need not be all that made a step longer."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from bench.free_pages import all_reported, reports, told_since
+from bench.free_pages import EVERY, MOST, QUIET, all_reported, reports, told_since
 
 TABLE = """           CPU0       CPU1
   8:          0          7   IO-APIC   8-edge      rtc0
@@ -19,13 +19,35 @@ NMI:          0          0   Non-maskable interrupts
 ARM = """           CPU0       CPU1
  32:       1421         20   ITS-MSI 16388 Edge      virtio0-reporting_vq
 """
-FAST = {"quiet": 0.05, "every": 0.001}
 
 
-def counting(first: int, changes: int) -> Callable[[], int]:
-    """One report more in each of so many looks after the first."""
-    made = iter(range(first, first + changes))
-    return lambda: next(made, first + changes)
+class Machine:
+    """Time that passes while somebody sleeps, and reports at some of its seconds, all of them from `noisy` on."""
+
+    def __init__(self, *at: float, noisy: float = math.inf) -> None:
+        self.now, self.said, self._at, self._noisy = 0.0, list[str](), at, noisy
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def count(self) -> int:
+        return sum(at <= self.now for at in self._at) + int(max(0.0, self.now - self._noisy))
+
+
+@pytest.fixture
+def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], Awaitable[None]]:
+    async def until_reported(machine: Machine) -> None:
+        monkeypatch.setattr("bench.free_pages.time", machine)
+        monkeypatch.setattr("bench.free_pages.asyncio", machine)
+        await all_reported(machine.said.append, count=machine.count)
+
+    return until_reported
+
+
+Wait = Callable[[Machine], Awaitable[None]]
 
 
 @pytest.fixture
@@ -50,47 +72,35 @@ def test_what_cannot_be_told_is_not_called_none_at_all(table: Path) -> None:
 
 def test_what_is_told_of_a_measurement() -> None:
     assert told_since(5, lambda: 7) == "free memory was reported to the host 2 times meanwhile"
-    assert told_since(5, lambda: 4) == "free memory was reported to the host 0 times meanwhile", "a core has gone"
-    for before, now in ((None, 7), (5, None)):
+    for before, now in ((None, 7), (5, None), (5, 4)):
         assert "cannot be told" in told_since(before, lambda now=now: now)
 
 
-@pytest.mark.parametrize("first", [0, 70])
-async def test_it_waits_until_reports_end(first: int) -> None:
-    said = list[str]()
-    count = counting(first, 30)
-    await all_reported(said.append, **FAST, count=count)
-    assert count() == first + 30
-    assert not said, "nobody has waited for long"
+@pytest.mark.parametrize("reported", [[], [1.0], [2.0, 2.1, 13.0, 24.5], [11.5]])
+async def test_it_waits_until_a_while_has_passed_without_a_report(wait: Wait, reported: list[float]) -> None:
+    machine = Machine(*reported)
+    await wait(machine)
+    last = reported[-1] if reported else 0.0
+    assert last + QUIET <= machine.now <= last + QUIET + 2 * EVERY
 
 
-async def test_a_first_report_that_comes_late_is_waited_for() -> None:
-    loop, looks = asyncio.get_running_loop(), list[float]()
-
-    def count() -> int:
-        looks.append(loop.time())
-        return int(looks[-1] - looks[0] > 0.1)
-
-    await all_reported(lambda line: None, quiet=0.3, every=0.001, count=count)
-    assert looks[-1] - looks[0] > 0.4
+async def test_whoever_waits_is_told(wait: Wait) -> None:
+    machine = Machine(*range(0, 60, 5))
+    await wait(machine)
+    assert machine.said == [
+        f"waiting until free memory has been reported to the host: {seconds} s" for seconds in (10, 20, 30, 40, 50, 60)
+    ]
 
 
-async def test_whoever_waits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.free_pages.TOLD_EVERY", 0.02)
-    said = list[str]()
-    await all_reported(said.append, quiet=0.2, every=0.001, count=lambda: 3)
-    assert 1 <= len(said) <= 10
-    assert said[0].startswith("waiting until free memory has been reported to the host")
+async def test_it_gives_up_on_a_machine_that_is_never_quiet_and_says_so(wait: Wait) -> None:
+    machine = Machine(noisy=0.0)
+    await wait(machine)
+    assert MOST <= machine.now <= MOST + EVERY
+    assert "measuring all the same" in machine.said[-1]
 
 
-async def test_it_gives_up_on_a_machine_that_is_never_quiet_and_says_so() -> None:
-    said = list[str]()
-    await all_reported(said.append, **FAST, most=0.1, count=counting(0, 1_000_000))
-    assert len(said) == 1
-    assert "measuring all the same" in said[0]
-
-
-async def test_a_machine_that_cannot_tell_is_not_waited_for() -> None:
-    looks = list[None]()
-    await all_reported(lambda line: None, quiet=60.0, count=lambda: looks.append(None))
-    assert len(looks) == 1
+async def test_a_machine_that_cannot_tell_is_not_waited_for(wait: Wait, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    monkeypatch.setattr(machine, "count", lambda: None)
+    await wait(machine)
+    assert machine.now == 0.0

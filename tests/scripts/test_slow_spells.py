@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import threading
 import time
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -71,6 +74,19 @@ def test_every_core_is_watched_for_as_long_as_it_is_entered() -> None:
         time.sleep(10 * PERIOD)
     assert not any(process.is_alive() for process in watching)
     assert all(ended > began for began, ended in slow.found)
+
+
+@pytest.mark.parametrize(("since", "count"), [(0.0, 2), (0.55, 0)])
+def test_looks_before_what_is_measured_do_not_count(since: float, count: int) -> None:
+    watching = SlowSpells()
+    watching.since = since
+    ended = SimpleNamespace(kill=lambda: None, join=lambda: None)
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
+    for ours, theirs in pipes:
+        theirs.send([*QUICK, slow(0.501, 300)])
+        watching._watching.append((cast("BaseProcess", ended), ours))
+    watching.__exit__()
+    assert len(watching.found) == count
 
 
 def test_one_that_watches_and_has_died_is_told() -> None:
