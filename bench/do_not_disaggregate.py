@@ -31,7 +31,8 @@ from bench.mixture import Mixture, RequestKind
 from bench.own_server import commit
 from bench.own_simulator import command, model_sizes, write_profile
 from bench.policies import INTERRUPTED, UNUSABLE, compare
-from bench.referee import Comparison, ComparisonOptions, say
+from bench.progress import say
+from bench.referee import Comparison, ComparisonOptions
 from bench.report import number
 from bench.sitting import BASE_FLAGS, open_server, warm_up
 from bench.standings import table

@@ -10,7 +10,6 @@ longest steps after this wait, and tell how often memory was reported meanwhile.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,32 +44,20 @@ def told_since(before: int | None, count: Callable[[], int | None] = reports) ->
     return f"free memory was reported to the host {now - before} times meanwhile"
 
 
-async def all_reported(
-    say: Callable[[str], None],
-    *,
-    quiet: float = QUIET,
-    most: float = MOST,
-    every: float = EVERY,
-    count: Callable[[], int | None] = reports,
-) -> None:
-    """Wait until no report has been made for `quiet` seconds, or `most` are over.
+async def all_reported(say: Callable[[str], None], count: Callable[[], int | None] = reports) -> None:
+    """Wait until no report has been made for QUIET seconds, or MOST are over.
 
     It returns at once where reports cannot be told. `say` hears how long it waits already, now and then.
     """
     began = changed = told = time.monotonic()
     known = count()
-    while known is not None and (now := time.monotonic()) - changed < quiet:
-        if now - began >= most:
-            say(f"no {quiet:.0f} s without a report of free memory to the host in {most:.0f}; measuring all the same")
+    while known is not None and (now := time.monotonic()) - changed < QUIET:
+        if now - began >= MOST:
+            say(f"no {QUIET:.0f} s without a report of free memory to the host in {MOST:.0f}; measuring all the same")
             return
         if now - told >= TOLD_EVERY:
             told = now
             say(f"waiting until free memory has been reported to the host: {now - began:.0f} s")
-        await asyncio.sleep(every)
+        await asyncio.sleep(EVERY)
         if (found := count()) != known:
             known, changed = found, time.monotonic()
-
-
-def say(line: str) -> None:
-    """On stderr, where figures are not."""
-    print(line, file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bench.policies import DONE, INTERRUPTED, UNUSABLE, add_arguments, compare, comparisons_of, options_of
 from bench.premises import STEADY, Premises, premises
-from bench.referee import say
+from bench.progress import say
 
 RIVALS = "--policies goodput,least_loaded,round_robin"
 CASES: Mapping[str, str] = {

@@ -34,6 +34,7 @@ from bench.misses import PARTS, TimeSpent, counted, time_spent
 from bench.mixture import Mixture, RequestKind
 from bench.own_server import OwnServer, commit
 from bench.plot import Panel, sheet
+from bench.progress import say
 from bench.report import number
 from bench.sitting import BASE_FLAGS, OpenServer, open_server, settle
 from bench.standings import table
@@ -279,10 +280,6 @@ def shares_of(name: str, text: str) -> list[float]:
     if len(shares) != 3 or not all(0 <= share < math.inf for share in shares):
         raise ValueError(f"--{name} {text}: give three shares of the capacity, before the surge, in it and after it")
     return shares
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.ArgumentParser:

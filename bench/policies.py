@@ -30,7 +30,8 @@ from pathlib import Path
 from bench.contenders import PRESETS, Contender, of_policies, parse_contender, parse_fleet, parse_peer
 from bench.mixture import MIXTURES, mixture_of
 from bench.premises import STEADY, Premises, premises
-from bench.referee import Comparison, ComparisonOptions, Referee, say
+from bench.progress import say
+from bench.referee import Comparison, ComparisonOptions, Referee
 from bench.side_by_side import LaneReferee
 from bench.sitting import BASE_FLAGS
 

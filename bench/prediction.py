@@ -31,6 +31,7 @@ from bench.load import Pace, Watch, run_load
 from bench.mixture import MIXTURES, Mixture
 from bench.own_server import commit
 from bench.plot import Panel, sheet
+from bench.progress import say
 from bench.sitting import BASE_FLAGS, OpenServer, open_server, settle, warm_up
 from bench.sse import Outcome
 from bench.standings import table
@@ -247,10 +248,6 @@ def shares_of(name: str, text: str) -> list[float]:
     if len(shares) != 2 or not all(0 <= share < math.inf for share in shares):
         raise ValueError(f"--{name} {text}: give two shares of the capacity, before and after the change")
     return shares
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 async def measure_predictions(args: argparse.Namespace) -> None:

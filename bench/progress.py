@@ -1,10 +1,11 @@
-"""A one-line progress bar on a terminal, and nothing at all where there is none.
+"""A one-line progress bar on a terminal, and nothing at all where there is none; and lines on stderr.
 
 It is told of requests as they finish; it knows nothing of servers.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
@@ -59,3 +60,8 @@ class Progress:
             line += f"  {self._failed} failed"
         self._stream.write(f"\r{line}\x1b[K")
         self._stream.flush()
+
+
+def say(line: str) -> None:
+    """On stderr, where figures are not."""
+    print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,6 +23,7 @@ from bench.ledger import Ledger, Trial, TrialKey
 from bench.mixture import Mixture
 from bench.own_server import commit
 from bench.premises import Premises
+from bench.progress import say
 from bench.race import Race, attainment
 from bench.report import number
 from bench.sitting import OpenServer, measure, open_server, warm_up
@@ -224,7 +224,3 @@ class Referee:
         out = self.options.out
         out.with_suffix(".md").write_text(markdown(self.results, **told))
         out.with_suffix(".json").write_text(json.dumps(as_json(self.results, **told), indent=1))
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from bench.contenders import Contender
 from bench.endpoint import ServerError
+from bench.progress import say
 from bench.race import Race
-from bench.referee import Comparison, Referee, say
+from bench.referee import Comparison, Referee
 from bench.sitting import OpenServer
 
 T = TypeVar("T")

@@ -56,6 +56,7 @@ from bench.mixture import MIXTURES
 from bench.own_server import commit
 from bench.own_simulator import model_sizes, simulate, simulator_flags, worker_flags
 from bench.premises import STEADY, Premises, premises
+from bench.progress import say
 from bench.served_runs import SHORT, USUAL, ServedDeployment
 from bench.sitting import BASE_FLAGS, open_server, warm_up
 from bench.step_traces import cut_steps, logs_of, steps_of, trace_flags, traced_steps
@@ -290,10 +291,6 @@ class MeasuredTwice:
             f" {self.options.seconds:g} s, objectives × {self.options.slo_scale:g}, load {min(loads, default=0):.1f} to"
             f" {max(loads, default=0):.1f}. Measured → simulated."
         )
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:

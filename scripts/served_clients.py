@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 
 import uvloop
 
-from bench.free_pages import all_reported, say
+from bench.free_pages import all_reported
+from bench.progress import say
 from decode.service import DecodeService
 from deploy.local import LocalCluster
 from deploy.worker.build import WorkerLinks, build_worker

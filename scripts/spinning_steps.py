@@ -21,7 +21,8 @@ from multiprocessing.sharedctypes import RawArray
 
 import numpy as np
 
-from bench.free_pages import all_reported, reports, say, told_since
+from bench.free_pages import all_reported, reports, told_since
+from bench.progress import say
 
 PHASES = 9  # as a step of a model of four MoE layers: before and after each exchange
 BLOCK = bytes(16 * 1024)  # is hashed again and again, in the caches

@@ -42,7 +42,7 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], Awaitable[None]
     async def until_reported(machine: Machine) -> None:
         monkeypatch.setattr("bench.free_pages.time", machine)
         monkeypatch.setattr("bench.free_pages.asyncio", machine)
-        await all_reported(machine.said.append, count=machine.count)
+        await all_reported(machine.said.append, machine.count)
 
     return until_reported
 
