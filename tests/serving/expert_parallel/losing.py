@@ -52,11 +52,11 @@ def exchange_until_lost(
 
 
 def exchange_and_end(rank: int, store: Store, answers: Connection, kind: str, ranks: int, deadline: float) -> None:
-    """As many exchanges as it takes the others to run; then the process is ending for as long as it is let."""
+    """Exchanges until the others have told that they run; then the process is ending for as long as it is let."""
     shape = shape_of(ranks)
     exchange = join(kind, shape, rank, PrefixStore("trial0", store), deadline)
     physical = random_experts(4, shape.top_k, ranks * shape.slots, torch.Generator().manual_seed(rank))
-    for _ in range(EXCHANGES + 1):
+    for _ in range(EXCHANGES + 2):  # the last needs rows that others send when they have told
         received = exchange.dispatch(Rows(torch.randn(4, shape.hidden)), physical)
         exchange.combine(made_of(received, 0), weights_of(physical))
     answers.send(RUNNING)
