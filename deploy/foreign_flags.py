@@ -253,11 +253,20 @@ def translate(arguments: Sequence[str]) -> Translated:
         if equals and not flag.takes:
             raise ForeignFlagError(f"{name} takes no value")
         if flag.takes and not equals:
-            if not rest or rest[0].startswith("--"):
+            if not rest or _is_flag(rest[0]):
                 raise ForeignFlagError(f"{name} needs a value")
             value = rest.pop(0)
         _take(flag, name, value, found, told, command)
     return Translated(command + found, told)
+
+
+def _is_flag(word: str) -> bool:
+    """True if it cannot be a value: argparse takes numbers alone for one with a dash."""
+    try:
+        float(word)
+    except ValueError:
+        return word.startswith("-") and word != "-"
+    return False
 
 
 def _take(flag: ForeignFlag, name: str, value: str, found: list[str], told: list[str], command: list[str]) -> None:

@@ -103,6 +103,9 @@ REFUSED = {
     "--revision main": "hf download",
     "--model": "needs a value",
     "--model --port": "needs a value",
+    "--model -pp": "needs a value",
+    "--model -q=fp8": "needs a value",
+    "--model -h": "needs a value",
     "--enforce-eager=yes": "takes no value",
 }
 
