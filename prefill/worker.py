@@ -16,9 +16,19 @@ from kvcache.handoff.sender import Handoff
 from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
+from serving.engine.ageing import may_wait
 from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState, of_crash
-from serving.errors import DeadlineExceeded, Draining, InvalidRequest, MillraceError, StaleLease, WorkerLost
+from serving.errors import (
+    LATE,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    MillraceError,
+    Preempted,
+    StaleLease,
+    WorkerLost,
+)
 from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
@@ -72,6 +82,7 @@ class PrefillWorker:
         self.prefixes = prefixes
         self.draining = False
         self.arrived: Callable[[], None] = lambda: None
+        self.late = 0  # prompts that were late before they began, and may be shed
         self.expired = 0  # prefills ended because their deadline had passed
         self.bytes_sent = 0
         self._runs: dict[SequenceState, asyncio.Future[SequenceOutput]] = {}  # what a prefill brings out at its end
@@ -173,7 +184,9 @@ class PrefillWorker:
         # Nearly no request has a deadline, and few workers have elsewhere to bring KV from.
         in_time = self._in_time(seq) if seq.objectives.ends < inf else nullcontext()
         bringing = self._bringing(seq, self.prefixes) if self.prefixes is not None else nullcontext()
-        async with in_time, bringing:
+        left = may_wait(seq.order)
+        not_late = self._not_late(seq, left) if left is not None else nullcontext()
+        async with in_time, not_late, bringing:
             with self.engine.lock:
                 if seq.ended:
                     raise StaleLease("the lease ended before its prefill began", code="lease")
@@ -207,6 +220,32 @@ class PrefillWorker:
                 raise
             self.expired += 1
             raise DeadlineExceeded(DEADLINE_PASSED) from None
+
+    @asynccontextmanager
+    async def _not_late(self, seq: SequenceState, left: float) -> AsyncIterator[None]:
+        """Work that ends with Preempted after `left` seconds, where nothing of the prompt is computed or fetched then.
+
+        Nothing may be yielded within.
+        """
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            with self.engine.lock:
+                if seq.prefill.scheduled_at is None and seq.incoming.arrival is None and not seq.incoming.fetched:
+                    timeout.reschedule(loop.time())
+
+        try:
+            async with asyncio.timeout(None) as timeout:
+                timer = loop.call_later(left, end)
+                try:
+                    yield
+                finally:
+                    timer.cancel()
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            self.late += 1
+            raise Preempted("it was late before its prompt had begun", code=LATE) from None
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState, prefixes: Prefixes) -> AsyncIterator[None]:

@@ -15,6 +15,7 @@ from router.quarantine import PROGRESS
 from router.registry import Reservation
 from router.request_state import RequestState
 from serving.errors import (
+    LATE,
     CorruptChunk,
     Draining,
     Preempted,
@@ -114,7 +115,8 @@ class Placement:
         if lease is not None and worker is not None:
             self.quarantine.tried(self.state)
             self._note_loss(lease, worker.status.instance, error)
-        if lease is None or lease.failed.done() or worker is None:
+        late = isinstance(error, Preempted) and error.code == LATE  # its class decides, where a place is looked for
+        if lease is None or lease.failed.done() or worker is None or late:
             if lease is not None and isinstance(error, WorkerLost):
                 fleet.lost_lease(lease.fence.instance, error)
             self.drop_lease()

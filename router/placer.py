@@ -41,7 +41,7 @@ from router.refusals import NO_DECODE, NO_PREFILL, deadline_passed, no_room, nob
 from router.request_state import Attempt, RequestState
 from router.roster import Roster
 from router.text_kinds import text_kinds
-from router.worth import judged, welcome, worth
+from router.worth import judged, sheddable, welcome, worth
 from serving.errors import NEVER_SENT, Draining, MillraceError, NoRoom, StaleLease, Unauthorized, WorkerLost
 from serving.fair_shares import tenant_of
 from serving.messages import Build
@@ -139,10 +139,11 @@ class Placer:
         chosen = self._decide_prefill(state, "", set())
         if chosen is None:
             return None
-        decision, demand = chosen
-        if not worth(self.service_class(state), state, demand, decision):
+        (decision, demand), known = chosen, self.service_class(state)
+        if not worth(known, state, demand, decision):
             search.full = True
             return None
+        state.sheddable = sheddable(known, state, decision)
         return self.fleet.prefill_only(self._next_lease(state)), self.placed(decision, demand)
 
     async def _try_all(self, search: RoomSearch, state: RequestState) -> tuple[RouterLease, Placed | None] | None:
@@ -153,7 +154,8 @@ class Placer:
         look = self.look(state, search.overtaken)
         search.full, search.best = look.full, None
         widest, refused = look.wider or look.view, set[str]()
-        if look.all_full and not self._judged(state) and not any(each.full and each.owing for each in widest.decode):
+        known = self.service_class(state)
+        if look.all_full and not judged(known, state) and not any(each.full and each.owing for each in widest.decode):
             return None
         if look.wider is not None:
             found = await self._try(search, state, look, look.view, refused)
@@ -223,6 +225,7 @@ class Placer:
         """A lease as decided, and its prefill reserved. Raises as Fleet.open."""
         worker = decision.decode
         assert worker is not None
+        state.sheddable = sheddable(self.service_class(state), state, decision)
         placed = self.placed(decision, demand)
         if decision.mixed:
             placed = replace(placed, asked_at=self.fleet.clock())
@@ -242,9 +245,6 @@ class Placer:
     def _allowed(self, view: FleetView) -> FleetView:
         """Those placements that are allowed here, whatever the policy."""
         return split_only(view, self.fleet.clock()) if self.fleet.config.strict_disaggregation else view
-
-    def _judged(self, state: RequestState) -> bool:
-        return judged(self.service_class(state), state)
 
     def service_class(self, state: RequestState) -> ServiceClass:
         """The request's; one that is not configured here is as the default one."""

@@ -93,6 +93,7 @@ class RequestState:
     attempts: list[Attempt] = field(default_factory=list)  # the last is the present one
     passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
     promised: Request | None = None  # as it was before it went on without its objectives
+    sheddable: bool = False  # late, it is refused by its class, or goes on without its objectives
     split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size
     waited: float = 0.0  # seconds for places, since its text last got on
@@ -193,6 +194,7 @@ class RequestState:
             first_token_in=self.first_token_in(now),
             ends_in=None if deadline is None else deadline - now,
             prefill=prefill,
+            sheddable=self.sheddable,
         )
 
     def take(self, delta: Delta, now: float) -> Delta:

@@ -16,6 +16,15 @@ def judged(known: ServiceClass, state: RequestState) -> bool:
     return not state.generated and (known.shed or (known.degrade and not state.degraded))
 
 
+def sheddable(known: ServiceClass, state: RequestState, decision: Decision) -> bool:
+    """True if a worker is to end it once it is late and has not begun: what then comes of it is decided here again.
+
+    A policy that predicts nothing would send it to the next queue; and choices that the client sees already would end
+    with one that is refused.
+    """
+    return decision.predicted is not None and state.request.alone and judged(known, state)
+
+
 def welcome(known: ServiceClass, state: RequestState, demand: Demand, decision: Decision) -> bool:
     """False if the placement is late, or behind more than its class waits for: other workers may do better."""
     if decision.predicted is None or state.generated:

@@ -146,7 +146,11 @@ class WorkerLost(Retryable):
 IN_STEP, BESIDE_STEP, NEVER_SENT = "engine_step", "engine_died", "never_sent"
 
 
-class Preempted(Retryable, grpc_code="ABORTED"): ...
+class Preempted(Retryable, grpc_code="ABORTED"):
+    """LATE is the code of a prompt that was late before it had begun, and may be shed."""
+
+
+LATE = "late"
 
 
 class StaleLease(Retryable, grpc_code="FAILED_PRECONDITION"): ...

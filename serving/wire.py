@@ -180,7 +180,7 @@ _DIFFERENT: dict[type, _Different] = {
         lambda message: {"logit_bias": tuple(zip(message.bias_tokens, message.bias_values, strict=True))},
     ),
     Request: _Different(
-        ("slo", "deadline", "session"),  # the router's: its clock is its own, and it places
+        ("slo", "deadline", "session", "alone"),  # the router's: its clock is its own, and it places
         lambda request: {"ttft_slo_ms": request.slo.ttft_ms, "tpot_slo_ms": request.slo.tpot_ms},
         _request_slo,
     ),

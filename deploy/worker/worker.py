@@ -201,6 +201,7 @@ class Worker:
             "engine_kv_wait_seconds": totals.waited_seconds,
             "kv_transfer_bytes": float(self.prefill.bytes_sent),
             "role_flips": float(self.flips),
+            "late_prompts": float(self.prefill.late),
             "deadlines_exceeded": float(self.prefill.expired + (self.decode.expired if self.decode is not None else 0)),
         }
         if decoding is not None and decoding.speculation is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serving.api.body import parse_body, telling
 from serving.api.fields import IgnoredFields
@@ -67,9 +67,12 @@ class EmbeddingPreparer:
         dimensions = self._dimensions(fields.dimensions)
         promise = self._objectives.promise(fields, head)
         name = f"embd-{head.ids.unique}"
+        requests = [
+            self._request(fields, f"{name}-{i}", prompt, promise, head) for i, prompt in enumerate(self._inputs(fields))
+        ]
         sequences = tuple(
-            ChoiceRequest(index=i, prompt_number=i, request=self._request(fields, f"{name}-{i}", prompt, promise, head))
-            for i, prompt in enumerate(self._inputs(fields))
+            ChoiceRequest(index=i, prompt_number=i, request=replace(request, alone=len(requests) == 1))
+            for i, request in enumerate(requests)
         )
         return EmbeddingPlan(
             id=name,

@@ -229,6 +229,7 @@ class Preparer:
                     session=promise.session,
                     client=asked.client,
                     prompt_logprobs=asked.logprobs if asked.echo else None,
+                    alone=alone,
                 )
                 yield ChoiceRequest(index=index, prompt_number=position, request=request, prompt_text=text)
 

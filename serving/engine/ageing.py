@@ -1,10 +1,11 @@
-"""How waiting raises a sequence that waits for its turn. Pure."""
+"""How waiting raises a sequence that waits for its turn, and when it ends its wait. Pure."""
 
 from __future__ import annotations
 
 from math import inf
 
 from serving.engine.sequence import SequenceState
+from serving.messages import LeaseOrder
 
 AGE = 30.0  # seconds of waiting that raise a prompt by STEP
 STEP = 100  # priorities: as many as lie between one service class and the next
@@ -19,3 +20,14 @@ def level_of(seq: SequenceState, now: float) -> float:
     if due < inf:
         since = max(since, due - AGE)  # patience that it was given is no wait
     return seq.objectives.priority - STEP * (max(0.0, now - since) // AGE)
+
+
+def may_wait(order: LeaseOrder) -> float | None:
+    """Seconds after which a prompt of which nothing has been computed ends, for its router to decide; None: never.
+
+    A sheddable one ends when it is late: waiting would raise it before others, and make them late as well. One that was
+    late when it came was sent all the same, and waits as any other.
+    """
+    left = order.first_token_in
+    ends = order.sheddable and not order.generated and left is not None and left > 0.0
+    return left if ends else None

@@ -134,20 +134,22 @@ class LeaseId(_message.Message):
     def __init__(self, lease: _Optional[str] = ..., epoch: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class LeaseOrder(_message.Message):
-    __slots__ = ("lease", "request", "generated", "first_token_in", "ends_in", "prefill")
+    __slots__ = ("lease", "request", "generated", "first_token_in", "ends_in", "prefill", "sheddable")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_IN_FIELD_NUMBER: _ClassVar[int]
     ENDS_IN_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
+    SHEDDABLE_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseId
     request: Request
     generated: _containers.RepeatedScalarFieldContainer[int]
     first_token_in: float
     ends_in: float
     prefill: bool
-    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ..., first_token_in: _Optional[float] = ..., ends_in: _Optional[float] = ..., prefill: _Optional[bool] = ...) -> None: ...
+    sheddable: bool
+    def __init__(self, lease: _Optional[_Union[LeaseId, _Mapping]] = ..., request: _Optional[_Union[Request, _Mapping]] = ..., generated: _Optional[_Iterable[int]] = ..., first_token_in: _Optional[float] = ..., ends_in: _Optional[float] = ..., prefill: _Optional[bool] = ..., sheddable: _Optional[bool] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("lease", "cached_tokens", "address", "kv_dtype", "transports")

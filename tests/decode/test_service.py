@@ -118,6 +118,7 @@ def test_whatever_fits_on_the_wire_is_answered_and_stops_no_engine(
                     slo=Slo(ttft_ms=ttft, tpot_ms=tpot),
                     first_token_in=due,
                     ends_in=ends,
+                    sheddable=bool(count),
                     priority=priority if number % 2 else -priority - 1,
                     max_tokens=max(1, count),
                     min_tokens=count,

@@ -36,7 +36,7 @@ def make_order(
     prompt: Sequence[int], *, lease: LeaseId | None = None, generated: Sequence[int] = (), **fields: Any
 ) -> LeaseOrder:
     """`fields` as make_request's, and of LeaseOrder."""
-    times = {name: fields.pop(name) for name in ("first_token_in", "ends_in", "prefill") if name in fields}
+    times = {name: fields.pop(name) for name in ("first_token_in", "ends_in", "prefill", "sheddable") if name in fields}
     request = make_request(prompt, **fields)
     return LeaseOrder(lease=lease or lease_id(), request=request, generated=tuple(generated), **times)
 

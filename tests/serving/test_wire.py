@@ -62,6 +62,7 @@ WIDER = {
     "Request.deadline": st.none(),  # on the router's clock, which no other process can read
     "Request.priority": st.integers(-(2**31), 2**31 - 1),
     "Request.session": st.just(""),  # the router alone places by it
+    "Request.alone": st.just(True),  # likewise
     "Request.client": st.just(""),  # and queues by this
     "Audit.counts": COUNTS,
     "Audit.leaked": COUNTS,

@@ -6,6 +6,8 @@ for as long as requests came: 31, 47 and 50 % were in time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from bench.mixture import mixture_of
@@ -47,3 +49,12 @@ def test_prefixes_are_found_again_after_a_rush(roles: tuple[Role, ...], rate: fl
         met = [outcome.met for outcome in sorted(run.outcomes, key=lambda each: each.arrived)]
         assert sum(met) >= least * len(met)
         assert sum(met[len(met) // 2 :]) >= 0.95 * (len(met) - len(met) // 2), "and then it is over"
+
+
+@pytest.mark.parametrize("roles", [(MIXED, MIXED, MIXED), (MIXED, MIXED, PREFILL)])
+def test_what_is_late_makes_nobody_else_late(roles: tuple[Role, ...]) -> None:
+    """More comes than can be computed, and KV has room for all: for as long as that lasts as many are in time."""
+    profile = replace(PROFILE, kv_tokens=196_608)
+    run = simulate(ClusterPlan.of(profile, roles, "goodput", noise=0.05), trace(TEXTS, profile, 1200, 0), 6.15)
+    met = [outcome.met for outcome in sorted(run.outcomes, key=lambda each: each.arrived)]
+    assert sum(met[len(met) // 2 :]) >= 0.75 * (len(met) - len(met) // 2)

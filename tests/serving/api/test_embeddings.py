@@ -195,6 +195,13 @@ async def test_promises_and_ignored_fields_are_those_of_every_request(tokenizer:
     assert strict.status_code == 400 and strict.json()["error"]["param"] == "temperature"
 
 
+async def test_an_input_knows_whether_it_is_the_only_one(tokenizer: Tokenizer) -> None:
+    async with calling(app_of(made := script(), tokenizer)) as client:
+        for input in ("a", ["a", "b"]):
+            assert (await client.post(PATH, json={"input": input})).status_code == 200
+    assert [request.alone for request in made.started] == [True, False, False]
+
+
 async def test_many_inputs_are_asked_for_some_at_a_time_and_answered_in_order(tokenizer: Tokenizer) -> None:
     running, most = 0, 0
 

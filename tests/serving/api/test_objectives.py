@@ -57,6 +57,13 @@ async def test_a_request_that_says_nothing_is_of_the_standard_class_without_obje
     assert (request.session, request.deadline) == ("", None)
 
 
+async def test_a_request_knows_whether_it_is_alone_in_its_response(asked: Asked) -> None:
+    """One of several is not refused alone (router.worth)."""
+    assert (await asked.request()).alone
+    await asked.post(n=2)
+    assert [request.alone for request in asked.script.started[1:]] == [False, False]
+
+
 async def test_body_goes_before_header_and_that_before_the_class(asked: Asked) -> None:
     headers = {"x-ttft-slo-ms": "700", "x-tpot-slo-ms": "70", "x-service-class": "gold", "x-priority": "-3"}
     of_class = await asked.request(service_class="gold")

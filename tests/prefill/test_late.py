@@ -1,0 +1,131 @@
+"""A prompt that its class sheds or degrades ends when it is late: not before, and not once it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.engine.ageing import may_wait
+from serving.errors import LATE, Preempted
+from tests.fakes.loop_time import passing_time
+from tests.fakes.sequences import make_order
+from tests.prefill.test_worker import Prefill, order
+
+PROMPT = list(range(10))
+DUE = 6.0  # seconds
+HANGS = 30.0  # seconds
+WANTED = {"first_token_in": DUE, "sheddable": True}
+
+
+@pytest.fixture
+async def prefill() -> AsyncIterator[Prefill]:
+    made = Prefill()
+    yield made
+    assert made.idle() and made.kv.unaccounted([]) == 0
+
+
+@given(left=st.one_of(st.none(), st.floats()), sheddable=st.booleans(), generated=st.sampled_from([(), (1,)]))
+def test_only_what_may_be_shed_and_is_not_late_yet(
+    left: float | None, sheddable: bool, generated: tuple[int, ...]
+) -> None:
+    wanted = make_order(PROMPT, first_token_in=left, sheddable=sheddable, generated=generated)
+    ends = sheddable and not generated and left is not None and left > 0.0
+    assert may_wait(wanted) == (left if ends else None)
+
+
+async def rest() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Asked:
+    """A prompt that is sent to a worker whose engine the test steps."""
+
+    def __init__(self, worker: Prefill, granted: bool, **fields: Any):
+        self.worker = worker
+        self.let_pass: Callable[[float], None] = passing_time()
+        self.running = asyncio.ensure_future(self._answers(order(granted=granted, **{**WANTED, **fields})))
+
+    async def _answers(self, wanted: Any) -> int:
+        return len([answer async for answer in self.worker.prefill.run(wanted)])
+
+    async def passes(self, seconds: float) -> None:
+        await rest()
+        self.let_pass(seconds)
+        await rest()
+
+    async def is_late(self) -> None:
+        with pytest.raises(Preempted) as told:
+            await asyncio.wait_for(self.running, HANGS)
+        assert told.value.code == LATE
+        assert self.worker.prefilling.queue == [] and self.worker.prefill.late == 1
+
+    async def left(self) -> None:
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        assert self.worker.prefill.late == 0
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_a_prompt_that_waits_ends_when_it_is_late(prefill: Prefill, granted: bool) -> None:
+    asked = Asked(prefill, granted)
+    await asked.passes(DUE / 2)
+    assert not asked.running.done() and len(prefill.prefilling.queue) == 1
+    await asked.passes(DUE)
+    await asked.is_late()
+    prefill.step()
+    assert prefill.runner.counts == []
+
+
+@pytest.mark.parametrize("granted", [False, True])
+@pytest.mark.parametrize("fields", [{"sheddable": False}, {"first_token_in": -1.0}, {"generated": [7]}])
+async def test_others_wait_on(prefill: Prefill, granted: bool, fields: dict[str, Any]) -> None:
+    asked = Asked(prefill, granted, **fields)
+    await asked.passes(3600.0)
+    assert not asked.running.done()
+    await asked.left()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_what_has_begun_does_not_end(prefill: Prefill, granted: bool) -> None:
+    """A chunk of it is computed; nothing may have been handed over yet."""
+    asked = Asked(prefill, granted)
+    await asked.passes(DUE / 2)
+    prefill.step()
+    assert prefill.prefill.sequences()[0].computed == 8
+    await asked.passes(DUE)
+    assert not asked.running.done()
+    await asked.left()
+
+
+@pytest.mark.parametrize("coming", [True, False])
+async def test_one_whose_prefix_comes_does_not_end_and_one_that_only_asks_does(prefill: Prefill, coming: bool) -> None:
+    class Pool:
+        async def bring(self, seq: Any, begun: Callable[[], None]) -> None:
+            if coming:
+                seq.incoming.fetched = 4
+                begun()
+            await asyncio.Event().wait()
+
+    prefill.prefill.prefixes = Pool()
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    await asked.passes(DUE)
+    if coming:
+        assert not asked.running.done()
+        await asked.left()
+    else:
+        await asked.is_late()
+
+
+async def test_who_leaves_is_not_counted(prefill: Prefill) -> None:
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    await asked.left()
+    await asked.passes(DUE)
+    assert prefill.prefill.late == 0
