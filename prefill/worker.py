@@ -16,7 +16,7 @@ from kvcache.handoff.sender import Handoff
 from kvcache.memory.kv_dtype import choose_wire
 from kvcache.worker_context import WorkerContext
 from prefill.scheduler import PrefillScheduler
-from serving.engine.ageing import may_wait
+from serving.engine.ageing import ends_late
 from serving.engine.objectives import DEADLINE_PASSED
 from serving.engine.sequence import SequenceOutput, SequenceState, of_crash
 from serving.errors import (
@@ -33,6 +33,8 @@ from serving.kvspec import AUTO, LayerKV
 from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from serving.tracing import PhaseSpan, carried
+
+LOOK_SECONDS = 0.1  # between looks at a late prompt whose prefix is asked for
 
 
 class LocalLeases(Protocol):
@@ -184,8 +186,7 @@ class PrefillWorker:
         # Nearly no request has a deadline, and few workers have elsewhere to bring KV from.
         in_time = self._in_time(seq) if seq.objectives.ends < inf else nullcontext()
         bringing = self._bringing(seq, self.prefixes) if self.prefixes is not None else nullcontext()
-        left = may_wait(seq.order)
-        not_late = self._not_late(seq, left) if left is not None else nullcontext()
+        not_late = self._not_late(seq) if ends_late(seq.order) else nullcontext()
         async with in_time, not_late, bringing:
             with self.engine.lock:
                 if seq.ended:
@@ -222,25 +223,33 @@ class PrefillWorker:
             raise DeadlineExceeded(DEADLINE_PASSED) from None
 
     @asynccontextmanager
-    async def _not_late(self, seq: SequenceState, left: float) -> AsyncIterator[None]:
-        """Work that ends with Preempted after `left` seconds, where nothing of the prompt is computed or fetched then.
+    async def _not_late(self, seq: SequenceState) -> AsyncIterator[None]:
+        """Work that ends with Preempted when the first token is due, if nothing of the prompt is computed or fetched.
 
-        Nothing may be yielded within.
+        From then on no step takes it. Nothing may be yielded within.
         """
-        loop = asyncio.get_running_loop()
+        loop, incoming = asyncio.get_running_loop(), seq.incoming
+        timer: asyncio.TimerHandle | None = None
 
         def end() -> None:
+            nonlocal timer
             with self.engine.lock:
-                if seq.prefill.scheduled_at is None and seq.incoming.arrival is None and not seq.incoming.fetched:
-                    timeout.reschedule(loop.time())
+                if seq.prefill.scheduled_at is not None or incoming.fetched:
+                    return
+                if incoming.arrival is not None:  # it may bring nothing
+                    timer = loop.call_later(LOOK_SECONDS, end)
+                    return
+                self.scheduler.remove(seq)
+                timeout.reschedule(loop.time())
 
         try:
             async with asyncio.timeout(None) as timeout:
-                timer = loop.call_later(left, end)
+                timer = loop.call_later(max(0.0, seq.objectives.due - self.engine.clock()), end)
                 try:
                     yield
                 finally:
-                    timer.cancel()
+                    if timer is not None:
+                        timer.cancel()
         except TimeoutError:
             if not timeout.expired():
                 raise

@@ -156,7 +156,8 @@ def outcome_of(state: RequestState, error: BaseException | None) -> str:
     if state.finished or (isinstance(error, GeneratorExit) and state.generated):
         return COMPLETED
     if isinstance(error, MillraceError):
-        if error.status in (429, 503) and not state.attempts and not state.generated:
+        handed_back = error.status == 429 and not state.failures  # by a worker that had no time for it, or no room
+        if error.status in (429, 503) and not state.generated and (handed_back or not state.attempts):
             return REFUSED
         return INVALID if error.status < 429 else FAILED
     late = state.request.deadline is not None and state.timeline.events[-1][1] >= state.request.deadline

@@ -21,7 +21,7 @@
         ├── NoRoom                     RESOURCE_EXHAUSTED   no blocks, or too many sequences, now
         ├── Draining                   UNAVAILABLE          the worker takes no new work
         ├── WorkerLost                 UNAVAILABLE          the worker died or stopped answering
-        ├── Preempted                  ABORTED              its blocks went to another request
+        ├── Preempted                  ABORTED              others had its blocks or its turn
         ├── StaleLease                 FAILED_PRECONDITION  fence: lease, epoch or instance does not match
         └── CorruptChunk               DATA_LOSS            digest of a KV chunk does not match its bytes
 

@@ -103,7 +103,7 @@ class Request:
     prompt_logprobs: int | None = None  # like SamplingParams.logprobs, for the prompt's tokens
     pooling: Pooling | None = None  # an embedding is wanted and no token; `max_tokens` is 1 then
     trace: TraceContext | None = None  # of its span, where it is traced
-    alone: bool = True  # in its response; the router's alone
+    alone: bool = True  # its response has no other sequence; known to the router only
 
     @property
     def owner(self) -> str:
@@ -174,7 +174,7 @@ class LeaseOrder:
     objectives, less than 0 once it is late; `ends_in` seconds the request's deadline passes.
     `prefill`: the worker is to compute the prompt too, for this lease, as soon as that is granted. `PrefillLink.run`
     is called all the same; a link that sends messages then sends no second one.
-    `sheddable`: late, it is refused by its class, or goes on without objectives (serving.engine.ageing.may_wait).
+    `sheddable`: late, it is refused by its class, or goes on without objectives (serving.engine.ageing.ends_late).
     """
 
     lease: LeaseId

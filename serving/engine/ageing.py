@@ -22,12 +22,11 @@ def level_of(seq: SequenceState, now: float) -> float:
     return seq.objectives.priority - STEP * (max(0.0, now - since) // AGE)
 
 
-def may_wait(order: LeaseOrder) -> float | None:
-    """Seconds after which a prompt of which nothing has been computed ends, for its router to decide; None: never.
+def ends_late(order: LeaseOrder) -> bool:
+    """True if its prompt ends, for its router to decide, where nothing has been computed of it when it is late.
 
-    A sheddable one ends when it is late: waiting would raise it before others, and make them late as well. One that was
-    late when it came was sent all the same, and waits as any other.
+    Waiting would raise it before others, and make them late as well. One that was late when it came was sent all the
+    same, and waits as any other.
     """
     left = order.first_token_in
-    ends = order.sheddable and not order.generated and left is not None and left > 0.0
-    return left if ends else None
+    return order.sheddable and not order.generated and left is not None and 0.0 < left < inf

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.engine.ageing import may_wait
+from prefill.worker import LOOK_SECONDS
+from serving.engine.ageing import ends_late
 from serving.errors import LATE, Preempted
+from serving.messages import PrefillOrder, Role
+from tests.decode.workers import Worker
 from tests.fakes.loop_time import passing_time
 from tests.fakes.sequences import make_order
 from tests.prefill.test_worker import Prefill, order
@@ -34,8 +38,7 @@ def test_only_what_may_be_shed_and_is_not_late_yet(
     left: float | None, sheddable: bool, generated: tuple[int, ...]
 ) -> None:
     wanted = make_order(PROMPT, first_token_in=left, sheddable=sheddable, generated=generated)
-    ends = sheddable and not generated and left is not None and left > 0.0
-    assert may_wait(wanted) == (left if ends else None)
+    assert ends_late(wanted) is (sheddable and not generated and left is not None and 0.0 < left < inf)
 
 
 async def rest() -> None:
@@ -101,6 +104,38 @@ async def test_what_has_begun_does_not_end(prefill: Prefill, granted: bool) -> N
     await asked.passes(DUE)
     assert not asked.running.done()
     await asked.left()
+
+
+async def test_a_prompt_of_the_workers_own_lease_is_not_computed_once_it_is_told() -> None:
+    """Its router hears of it, and gives the lease up a moment later."""
+    worker, let_pass = Worker(Role.MIXED), passing_time()
+    session = await worker.session()
+    grant = await worker.lease(session, PROMPT, **WANTED)
+    wanted = PrefillOrder(order=make_order(PROMPT, lease=worker.fence(), **WANTED), grant=grant)
+    running = asyncio.ensure_future(anext(worker.prefill.run(wanted)))
+    await rest()
+    let_pass(DUE + 1.0)
+    await rest()
+    with pytest.raises(Preempted):
+        await asyncio.wait_for(running, HANGS)
+    for _ in range(3):
+        worker.step()
+    assert worker.runner.counts == [] and worker.events == []
+    session.cancel("r/1")
+    await session.close()
+    assert worker.idle() and worker.kv.unaccounted([]) == 0
+
+
+async def test_one_whose_prefix_was_asked_for_in_vain_ends_after_all(prefill: Prefill) -> None:
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    (seq,) = prefill.prefill.sequences()
+    seq.incoming.arrival = object()
+    await asked.passes(DUE)
+    assert not asked.running.done()
+    seq.incoming.arrival = None
+    await asked.passes(LOOK_SECONDS)
+    await asked.is_late()
 
 
 @pytest.mark.parametrize("coming", [True, False])

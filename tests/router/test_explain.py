@@ -16,7 +16,7 @@ from router.explain import MOST_ATTEMPTS, ExplainLog, outcome_of, within_slo
 from router.goodput import Goodput
 from router.overview import RouterOverview
 from router.policy import Decision
-from router.request_state import RequestState
+from router.request_state import Attempt, RequestState
 from router.router import Router
 from serving.errors import (
     CorruptChunk,
@@ -228,6 +228,14 @@ def test_how_a_request_with_tokens_ended(error: BaseException, outcome: str) -> 
     state.take(Delta(index=0, tokens=(5,)), 1.5)
     assert outcome_of(state, error) == outcome
     assert outcome_of(finished_state(), error) == "completed", "it had ended before"
+
+
+def test_what_a_worker_handed_back_is_refused_and_what_broke_there_has_failed() -> None:
+    state = ended_state()
+    state.attempts.append(Attempt(Decision(None, None, "only"), 1.0))
+    assert outcome_of(state, Overloaded("late")) == "refused" and outcome_of(state, Unavailable("gone")) == "failed"
+    state.failures = 1
+    assert outcome_of(state, Overloaded("no room any more")) == "failed"
 
 
 async def test_whoever_was_placed_and_gave_up_has_failed_and_was_not_refused(world: World, watching: Watching) -> None:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("ties_by_name")
 CLASSES = {**SERVICE_CLASSES, "soon": SOON}
 QUEUES = ServiceClass(name="standard", ttft_slo_ms=1000.0)
 HANGS = 30.0  # seconds
+DUE_MS = 3000.0  # milliseconds: in which a slow machine gets all requests to the worker
 
 
 async def ordered(
@@ -60,6 +61,7 @@ async def test_one_that_comes_back_late_is_refused(tokens: int) -> None:
         await asyncio.wait_for(running, HANGS)
     assert refused.value.code == "slo" and refused.value.retry_after is not None
     assert len(worker.orders) == 1
+    assert world.router.explained.counts["interactive"].outcomes["refused"] == 1
     await ended(world)
 
 
@@ -150,10 +152,10 @@ async def test_late_prompts_are_refused_or_degraded_while_the_worker_is_busy(
     remote.gate.clear()
     first = asyncio.create_task(tokens_of(classed("first", classes["standard"], max_tokens=5)))
     await until(lambda: bool(worker.runner.counts))
-    requests = [classed(f"r{each}", replace(classes[name], ttft_slo_ms=300.0), max_tokens=tokens) for each in range(4)]
+    requests = [classed(f"r{each}", replace(classes[name], ttft_slo_ms=DUE_MS), max_tokens=tokens) for each in range(4)]
     running = [asyncio.create_task(tokens_of(request)) for request in requests]
     await until(lambda: len(worker.prefill.sequences()) == 5)
-    fleet.heartbeat(status(waiting_seconds=6.0, waiting_tokens=6000))
+    fleet.heartbeat(status(waiting_seconds=60.0, waiting_tokens=60_000))
     await until(lambda: worker.prefill.late == 4)
     remote.gate.set()
     for request, found in zip(requests, await asyncio.gather(*running, return_exceptions=True), strict=True):
