@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,10 +61,11 @@ class Sleeper(threading.Thread):
         self.slept = self.switches - slices
 
     def falls_asleep(self) -> None:
-        """Wait until it sleeps, in a call of the kernel."""
+        """Wait until it sleeps, in a call of the kernel, or has ended."""
         stat = Path(f"/proc/self/task/{self.native_id}/stat")
-        while self.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0)
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends as it is looked at
+            while self.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "S":
+                time.sleep(0)
 
 
 def test_the_last_to_tell_wakes(group: Group) -> None:
