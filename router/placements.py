@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from router.calibration import Calibration, Drift, urgency_of
-from router.candidate import Candidate, QueuedPrompt
+from router.calibration import Calibration, urgency_of
+from router.candidate import Candidate
 from router.chances import LEAST_ERROR, sure_ratio, within
 from router.columns import KeptColumns
 from router.decode_price import prompts_slowed
@@ -20,17 +20,15 @@ from router.policy import Considered, Demand, FleetView, spread
 from router.predict import (
     KnownCosts,
     Prediction,
+    QueuePlace,
     after_backlog,
     backlog_seconds,
     beside_seconds,
     held_seconds,
-    newcomers_lost,
     objectives_used,
     others_lost,
     pause_seconds,
     prompt_seconds,
-    queue_seconds,
-    queued_lost,
     step_seconds,
     token_seconds,
 )
@@ -146,6 +144,7 @@ class PlacementSearch:
         self._context = demand.tokens + self.output / 2  # tokens, in the mean while it decodes
         places = self._prefills.places
         self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
+        self._queues: dict[str, QueuePlace] = {}  # by instance
         self._copies: dict[str, float] = {}  # by instance: what a copy there displaces
         self._holder = self._first_holder()  # a shortlist goes by time alone: a copy may cost more than a queue
         self._choice = False  # prompts and decodes can be given to different workers
@@ -240,22 +239,22 @@ class PlacementSearch:
 
     def _first(self, worker: Candidate, tpot: float | None) -> FirstToken:
         """The prompt at this worker; `tpot` is its objective where it decodes there too, which holds prompts back."""
-        demand, cost, now = self.demand, self.costs.of(worker), self.now
+        demand, cost = self.demand, self.costs.of(worker)
         compute = prompt_seconds(worker, cost, demand.cached.get(worker.instance, 0), demand.tokens, tpot)
-        prompt = QueuedPrompt(*self.turn, compute)
-        queue = queue_seconds(worker, cost, prompt, now)
-        drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+        place = self._place(worker, cost)
+        queue, drift = place.queue_seconds(compute), place.drift
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost = self._prompts_lost(worker, prompt, queue, drift, chance)
+        lost = place.queued_lost(compute) + place.newcomers_lost(compute, queue, chance)
         return FirstToken(worker, queue, compute, ttft, error, chance, lost, self._displaced(worker, cost))
 
-    def _prompts_lost(
-        self, worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, chance: float
-    ) -> float:
-        """Prompts that miss their TTFT objective as this one takes its seconds of the worker's."""
-        lost = queued_lost(worker, self.costs.of(worker), prompt, drift, self.now)
-        return lost + newcomers_lost(worker, prompt, queue, drift, self.now, chance)
+    def _place(self, worker: Candidate, cost: StepCost) -> QueuePlace:
+        """The prompt's in this worker's queue."""
+        found = self._queues.get(worker.instance)
+        if found is None:
+            drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
+            found = self._queues[worker.instance] = QueuePlace(worker, cost, *self.turn, drift, self.now)
+        return found
 
     def _displaced(self, worker: Candidate, cost: StepCost) -> float:
         """Prompts that miss their TTFT because a copy of the request's prefix stays there, however it gets there.
@@ -268,9 +267,8 @@ class PlacementSearch:
             return 0.0
         found = self._copies.get(worker.instance)
         if found is None:
-            prompt = QueuedPrompt(*self.turn, DISPLACED * cost.token * lacking)
-            drift = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
-            lost = self._prompts_lost(worker, prompt, queue_seconds(worker, cost, prompt, self.now), drift, 1.0)
+            place, compute = self._place(worker, cost), DISPLACED * cost.token * lacking
+            lost = place.queued_lost(compute) + place.newcomers_lost(compute, place.queue_seconds(compute), 1.0)
             found = self._copies[worker.instance] = min(lost, MOST_DISPLACED * self.demand.weight)
         return found
 
@@ -301,8 +299,8 @@ class PlacementSearch:
 
     def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
         """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
-        first = self.calibration.first(worker.instance, self.urgency, both=worker.decodes)
-        return prompts_slowed(worker, cost, self._context, self.output * token, self.tpot, first, self.now)
+        drift = self._place(worker, cost).drift
+        return prompts_slowed(worker, cost, self._context, self.output * token, self.tpot, drift, self.now)
 
     def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""

@@ -15,7 +15,7 @@ from statistics import median
 
 from router.calibration import Drift
 from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
-from router.chances import LEAST_ERROR, less_likely, sure_ratio, within
+from router.chances import LEAST_ERROR, less_likely, sure_ratio
 from serving.messages import Role, Slo
 from serving.step_cost import GAP, StepCost
 
@@ -107,85 +107,96 @@ def backlog_seconds(worker: Candidate, cost: StepCost, now: float) -> float:
     return left if worker.cost is not None else max(left, cost.token * worker.queued_tokens)
 
 
-def queue_seconds(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, now: float) -> float:
-    """Until this prompt is begun: those it does not pass, of all that wait.
+class QueuePlace:
+    """Where a prompt would stand among those that wait at a worker, however long it takes there itself.
 
-    A worker computes first what is due first, and last of a level what will be late in any case (prefill.ordering). The
-    router knows that of the prompts it has sent, each of which counts until its first token comes; what others have
-    sent is taken to be spread likewise, as far as its own tell: as if one more as long as this one went first. Where it
-    has sent all, what the worker says beyond them is that they take longer.
+    Its `priority` and `due` are what the worker orders its queue by; `due` is infinite without a TTFT objective.
     """
-    left = backlog_seconds(worker, cost, now)
-    if not worker.queued:
-        return left
-    ahead = every = 0.0
-    for other in worker.queued:
-        seconds = other.seconds * other.share
-        every += seconds
-        if _passed_by(other, prompt, now):
-            ahead += seconds
-    others, doubt = left - every, prompt.seconds if worker.strangers else 0.0
-    if others <= 0.0:
-        return ahead
-    return ahead + others * ((ahead + doubt) / (every + doubt) if every + doubt > 0.0 else 1.0)
 
+    __slots__ = ("_ahead", "_behind", "_due_in", "_every", "_left", "drift", "priority", "worker")
 
-def queued_lost(worker: Candidate, cost: StepCost, prompt: QueuedPrompt, drift: Drift, now: float) -> float:
-    """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
-    if not worker.queued:
-        return 0.0
-    ends, behind = 0.0, list[tuple[int, float, QueuedPrompt]]()
-    for other in worker.queued:
-        if _passed_by(other, prompt, now):
-            ends += drift.factor * other.seconds * other.share
-        elif now + other.seconds <= other.due:
-            behind.append((_level(other, now), _due(other, now), other))
-    lost, added = 0.0, drift.factor * prompt.seconds
-    for _, due, other in sorted(behind, key=itemgetter(0, 1)):
-        ends += drift.factor * other.seconds * other.share
-        if due > now:
-            lost += within(due - now, ends, drift.error) - within(due - now, ends + added, drift.error)
-    return max(0.0, lost)
+    def __init__(self, worker: Candidate, cost: StepCost, priority: int, due: float, drift: Drift, now: float):
+        self.worker, self.priority, self.drift = worker, priority, drift
+        due = due if due < math.inf else now + UNHURRIED
+        self._due_in = due - now
+        self._left = backlog_seconds(worker, cost, now)
+        self._behind: list[tuple[float, float]] = []  # seconds until each is due, and until it is computed
+        ahead = every = ends = 0.0
+        if worker.queued:
+            factor, behind = drift.factor, list[tuple[int, float, float]]()
+            for other in worker.queued:
+                seconds, level = other.seconds * other.share, _level(other, now)
+                every += seconds
+                if level < priority:
+                    ahead += seconds
+                    ends += factor * other.seconds * other.share
+                elif now + other.seconds <= other.due:
+                    theirs = _due(other, now)
+                    if level == priority and theirs <= due:
+                        ahead += seconds
+                        ends += factor * other.seconds * other.share
+                    else:
+                        behind.append((level, theirs, factor * other.seconds * other.share))
+            behind.sort(key=itemgetter(0, 1))
+            for _, theirs, seconds in behind:
+                ends += seconds
+                if theirs > now:
+                    self._behind.append((theirs - now, ends))
+        self._ahead, self._every = ahead, every
 
+    def queue_seconds(self, compute: float) -> float:
+        """Until the prompt, which takes `compute` seconds, is begun: those it does not pass, of all that wait.
 
-def newcomers_lost(
-    worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float, chance: float
-) -> float:
-    """How many requests like those that come in time from this worker will be late behind this prompt.
+        A worker computes first what is due first, and last of a level what will be late in any case (prefill.ordering).
+        The router knows that of the prompts it has sent, each of which counts until its first token comes; what others
+        have sent is taken to be spread likewise, as far as its own tell: as if one more as long as this one went first.
+        Where it has sent all, what the worker says beyond them is that they take longer.
+        """
+        ahead, every = self._ahead, self._every
+        others, doubt = self._left - every, compute if self.worker.strangers else 0.0
+        if others <= 0.0:
+            return ahead
+        return ahead + others * ((ahead + doubt) / (every + doubt) if every + doubt > 0.0 else 1.0)
 
-    Those that come while it waits `queue` seconds and is computed, and are due later or less important: others pass it.
-    One that is late itself, which it is not by a `chance`, is passed by all that are as important, and counts by a part
-    (queue_seconds). A worker whose prompts are late anyhow has nothing to lose: what can meet its objectives nowhere
-    goes there, and not to one that others need.
-    """
-    factor, error, lost = drift.factor, drift.error, 0.0
-    waits, taken, sure = queue * factor, prompt.seconds * factor, drift.sure
-    for priority, limit, seconds, rate in worker.arrivals:
-        if priority < prompt.priority:
-            continue
-        alone, first, in_time = seconds * factor, 0.0, 1.0
-        if priority == prompt.priority:
-            first, in_time = max(0.0, _due(prompt, now) - now - limit), chance
-        behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
-        if behind and in_time > NEVER:
-            before = waits + alone
-            if (before + taken) * sure > limit:  # else it is certain that they are in time
-                lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
-        if in_time < 1.0 - NEVER:
-            fewer = less_likely(limit, alone, alone + taken, error, sure)
-            lost += rate * taken * (1.0 - in_time) * LATE_SHARE * fewer
-    return lost
+    def queued_lost(self, compute: float) -> float:
+        """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
+        if not self._behind:
+            return 0.0
+        drift, lost = self.drift, 0.0
+        error, sure, added = drift.error, drift.sure, drift.factor * compute
+        for left, ends in self._behind:
+            lost += less_likely(left, ends, ends + added, error, sure)
+        return max(0.0, lost)
 
+    def newcomers_lost(self, compute: float, queue: float, chance: float) -> float:
+        """How many requests like those that come in time from this worker will be late behind this prompt.
 
-def _passed_by(other: QueuedPrompt, prompt: QueuedPrompt, now: float) -> bool:
-    """True if a prompt that waits is computed before one that comes now: of the same level only if it can be in time.
-
-    What has no objective is late for none.
-    """
-    level = _level(other, now)
-    if level != prompt.priority:
-        return level < prompt.priority
-    return now + other.seconds <= other.due and _due(other, now) <= _due(prompt, now)
+        Those that come while it waits `queue` seconds and is computed, and are due later or less important: others pass
+        it. One that is late itself, which it is not by a `chance`, is passed by all that are as important, and counts
+        by a part (queue_seconds). A worker whose prompts are late anyhow has nothing to lose: what can meet its
+        objectives nowhere goes there, and not to one that others need.
+        """
+        arrivals = self.worker.arrivals
+        if not arrivals:
+            return 0.0
+        drift, ours, lost = self.drift, self.priority, 0.0
+        factor, error, sure = drift.factor, drift.error, drift.sure
+        waits, taken = queue * factor, compute * factor
+        for priority, limit, seconds, rate in arrivals:
+            if priority < ours:
+                continue
+            alone, first, in_time = seconds * factor, 0.0, 1.0
+            if priority == ours:
+                first, in_time = max(0.0, self._due_in - limit), chance
+            behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
+            if behind and in_time > NEVER:
+                before = waits + alone
+                if (before + taken) * sure > limit:  # else it is certain that they are in time
+                    lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
+            if in_time < 1.0 - NEVER:
+                fewer = less_likely(limit, alone, alone + taken, error, sure)
+                lost += rate * taken * (1.0 - in_time) * LATE_SHARE * fewer
+        return lost
 
 
 def _level(prompt: QueuedPrompt, now: float) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.candidate import Candidate, Dispatched
+from router.calibration import Drift
+from router.candidate import Candidate, Dispatched, QueuedPrompt
 from router.goodput import Goodput
 from router.policy import Decision, Demand
+from router.predict import QueuePlace
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost
 from tests.router.scripted import lease_view, make_status
@@ -44,3 +46,16 @@ def choose(demand: Demand, *workers: Candidate, policy: Goodput | None = None, n
 def wanting(tokens: int = 256, ttft: float | None = 1.0, tpot_ms: float | None = 100.0, **fields: Any) -> Demand:
     slo = Slo(ttft_ms=ttft * 1e3 if ttft is not None else None, tpot_ms=tpot_ms)
     return Demand(**{"tokens": tokens, "output": 64, "slo": slo, "first_token_in": ttft, **fields})
+
+
+def place_of(prompt: QueuedPrompt, worker: Candidate, now: float = 0.0, drift: Drift | None = None) -> QueuePlace:
+    """The prompt's in the worker's queue."""
+    return QueuePlace(worker, COST, prompt.priority, prompt.due, drift or Drift(), now)
+
+
+def queue_seconds(prompt: QueuedPrompt, worker: Candidate, now: float = 0.0) -> float:
+    return place_of(prompt, worker, now).queue_seconds(prompt.seconds)
+
+
+def queued_lost(prompt: QueuedPrompt, worker: Candidate, drift: Drift | None = None) -> float:
+    return place_of(prompt, worker, drift=drift).queued_lost(prompt.seconds)

@@ -25,12 +25,11 @@ from router.predict import (
     held_seconds,
     objectives_used,
     pause_seconds,
-    queue_seconds,
-    queued_lost,
     token_seconds,
     typical,
 )
 from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
+from tests.router.plain_queue import queue_seconds, queued_lost
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def factor_of(drift: Drift) -> float:
 def newcomers_missed(
     worker: Candidate, prompt: QueuedPrompt, queue: float, drift: Drift, now: float, chance: float
 ) -> float:
-    """As router.predict.newcomers_lost says, with every chance computed."""
+    """As QueuePlace.newcomers_lost says, with every chance computed."""
     factor, error, lost = factor_of(drift), sqrt(drift.variance), 0.0
     waits, taken = queue * factor, prompt.seconds * factor
     for kind in worker.arrivals:

@@ -12,21 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.calibration import Calibration, Drift, urgency_of
+from router.calibration import Calibration, urgency_of
 from router.candidate import Dispatched, QueuedPrompt
 from router.goodput import Goodput
-from router.predict import (
-    KnownCosts,
-    Prediction,
-    backlog_seconds,
-    objectives_used,
-    queue_seconds,
-    queued_lost,
-)
+from router.predict import KnownCosts, Prediction, backlog_seconds, objectives_used
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad
 from tests.router.conftest import World, expected, wanted
-from tests.router.costed import COST, choose, wanting, worker
+from tests.router.costed import COST, choose, queue_seconds, queued_lost, wanting, worker
 from tests.router.scripted import lease_view
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -233,8 +226,8 @@ def test_a_prompt_that_is_due_soon_does_not_wait_for_those_that_are_not() -> Non
     tight = worker("t", waiting_seconds=2.0, queued=[QueuedPrompt(0, 0.2, 0.1)] * 2)
     chosen = choose(wanting(ttft=0.5), slack, tight)
     assert chosen.prefill is slack and chosen.predicted is not None and chosen.predicted.queue == 0.0
-    assert queue_seconds(tight, COST, QueuedPrompt(0, 0.5, 0.1), 0.0) == pytest.approx(2.0)
-    assert queue_seconds(slack, COST, QueuedPrompt(1, 0.5, 0.1), 0.0) == pytest.approx(2.0), "priority goes first"
+    assert queue_seconds(QueuedPrompt(0, 0.5, 0.1), tight) == pytest.approx(2.0)
+    assert queue_seconds(QueuedPrompt(1, 0.5, 0.1), slack) == pytest.approx(2.0), "priority goes first"
 
 
 def test_it_does_not_pass_those_that_would_then_be_late() -> None:
@@ -261,20 +254,20 @@ def test_a_prompt_waits_for_no_more_than_all_that_is_there(
     queued: list[QueuedPrompt], prompt: QueuedPrompt, waiting: float
 ) -> None:
     there = worker("w", waiting_seconds=waiting, queued=queued)
-    waits = queue_seconds(there, COST, prompt, 0.0)
+    waits = queue_seconds(prompt, there)
     sent = sum(other.seconds for other in queued)
     assert 0.0 <= waits <= max(backlog_seconds(there, COST, 0.0), sent) * (1 + 1e-9)
     hurried = prompt._replace(due=prompt.due - 1.0)
-    assert queue_seconds(there, COST, hurried, 0.0) <= waits + 1e-9
-    assert 0.0 <= queued_lost(there, COST, prompt, Drift(), 0.0) <= len(queued)
+    assert queue_seconds(hurried, there) <= waits + 1e-9
+    assert 0.0 <= queued_lost(prompt, there) <= len(queued)
     longer = prompt._replace(seconds=2 * prompt.seconds)
-    assert queued_lost(there, COST, longer, Drift(), 0.0) >= queued_lost(there, COST, prompt, Drift(), 0.0) - 1e-9
+    assert queued_lost(longer, there) >= queued_lost(prompt, there) - 1e-9
 
 
 def test_prompts_that_are_due_at_the_same_time_are_compared_by_nothing_else() -> None:
     queued = [QueuedPrompt(0, 5.0, 1.0, at) for at in (None, -1.0, None)]
     there = worker("w", waiting_seconds=3.0, queued=queued)
-    assert queued_lost(there, COST, QueuedPrompt(0, 1.0, 0.5), Drift(), 0.0) >= 0.0
+    assert queued_lost(QueuedPrompt(0, 1.0, 0.5), there) >= 0.0
 
 
 @given(st.floats(0.0, 1e7) | st.none())

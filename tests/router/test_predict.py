@@ -21,18 +21,15 @@ from router.predict import (
     after_backlog,
     backlog_seconds,
     held_seconds,
-    newcomers_lost,
     others_lost,
     prompt_seconds,
-    queue_seconds,
-    queued_lost,
 )
 from serving.engine import ageing
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_kv
-from tests.router.costed import COST, choose, wanting, worker
+from tests.router.costed import COST, choose, place_of, queue_seconds, queued_lost, wanting, worker
 
 
 @given(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 600))
@@ -139,26 +136,26 @@ def test_what_will_be_late_in_any_case_is_passed() -> None:
     for due in (-1.0, 0.5):
         late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, due, 1.0)])
         for other in (0.6, 5.0):
-            assert queue_seconds(late, COST, QueuedPrompt(0, other, 0.1), 0.0) == 0.0
+            assert queue_seconds(QueuedPrompt(0, other, 0.1), late) == 0.0
     hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.5, 1.0)])
-    assert queue_seconds(hopeful, COST, QueuedPrompt(0, 5.0, 0.1), 0.0) == pytest.approx(1.0)
+    assert queue_seconds(QueuedPrompt(0, 5.0, 0.1), hopeful) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("now", [0.0, 0.5, 0.9, 5.0])
 def test_a_queue_is_no_shorter_the_older_the_heartbeat(now: float) -> None:
     """What was reported to wait counts down, as if nothing slowed it down; who has no first token waits."""
     there = worker("w", waiting_seconds=1.0, queued=[QueuedPrompt(0, 9.0, 0.4), QueuedPrompt(0, 20.0, 0.6)])
-    assert queue_seconds(there, COST, QueuedPrompt(0, 10.0, 0.1), now) == pytest.approx(0.4)
-    assert queue_seconds(there, COST, QueuedPrompt(0, 30.0, 0.1), now) == pytest.approx(1.0)
+    assert queue_seconds(QueuedPrompt(0, 10.0, 0.1), there, now) == pytest.approx(0.4)
+    assert queue_seconds(QueuedPrompt(0, 30.0, 0.1), there, now) == pytest.approx(1.0)
 
 
 def test_what_other_routers_have_sent_is_spread_as_our_own() -> None:
     there = worker("w", waiting_seconds=3.0, queued=[QueuedPrompt(0, 9.0, 0.5), QueuedPrompt(0, 30.0, 1.5)])
-    assert queue_seconds(there, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == pytest.approx(0.5 + 1.0 / 4)
+    assert queue_seconds(QueuedPrompt(0, 20.0, 0.0), there) == pytest.approx(0.5 + 1.0 / 4)
     late = worker("l", waiting_seconds=9.0, queued=[QueuedPrompt(0, 0.1, 1.0)] * 8)
-    assert queue_seconds(late, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == 0.0, "theirs are late as well"
+    assert queue_seconds(QueuedPrompt(0, 20.0, 0.0), late) == 0.0, "theirs are late as well"
     half = worker("h", waiting_seconds=20.0, queued=[QueuedPrompt(0, 1.0, 5.0), QueuedPrompt(0, 15.0, 5.0)])
-    assert queue_seconds(half, COST, QueuedPrompt(0, 20.0, 0.0), 0.0) == pytest.approx(10.0), "late ones count once"
+    assert queue_seconds(QueuedPrompt(0, 20.0, 0.0), half) == pytest.approx(10.0), "late ones count once"
 
 
 @given(st.integers(0, 40), st.floats(0.01, 2.0))
@@ -170,7 +167,7 @@ def test_the_fewer_of_a_queue_a_router_has_sent_the_more_of_it_goes_first(own: i
     for due, goes_first in ((30.0, 0.0), (10.0, 1.0), (0.1, 0.0)):
         queues = [[QueuedPrompt(0, due, 0.5)] * sent for sent in (own, own + 1)]
         there, more = (worker("w", waiting_seconds=20.0, waiting=99, queued=queue) for queue in queues)
-        waits, further = (queue_seconds(each, COST, prompt, 0.0) for each in (there, more))
+        waits, further = (queue_seconds(prompt, each) for each in (there, more))
         if own == 0:
             assert waits == pytest.approx(20.0), "of nobody's it is known that it can be passed"
         if goes_first:
@@ -185,8 +182,8 @@ def test_what_takes_longer_than_predicted_is_nobody_elses() -> None:
     queue = [QueuedPrompt(0, due, 0.5, at=-1.0) for due in (10.0, 30.0, 30.0, 30.0)]
     prompt = QueuedPrompt(0, 20.0, 5.0)
     all_ours, others_too = (worker("w", waiting_seconds=8.0, waiting=count, queued=queue) for count in (4, 5))
-    assert queue_seconds(all_ours, COST, prompt, 0.0) == pytest.approx(2.0)
-    assert queue_seconds(others_too, COST, prompt, 0.0) > 5.0
+    assert queue_seconds(prompt, all_ours) == pytest.approx(2.0)
+    assert queue_seconds(prompt, others_too) > 5.0
     newer = worker("w", waiting_seconds=8.0, waiting=4, queued=[prompt._replace(at=1.0) for prompt in queue])
     assert newer.strangers, "sent since: what waited when the worker said so is others'"
 
@@ -196,9 +193,9 @@ def test_prompts_without_objectives_are_never_late() -> None:
     plain = [QueuedPrompt(0, inf, 1.0, at=float(at)) for at in range(20)]
     there = worker("w", waiting_seconds=20.0, queued=plain)
     for now in (20.0, 25.0):
-        assert queue_seconds(there, COST, QueuedPrompt(0, inf, 0.1), now) == pytest.approx(20.0)
+        assert queue_seconds(QueuedPrompt(0, inf, 0.1), there, now) == pytest.approx(20.0)
         first = int(now + 3.0 - UNHURRIED) + 1  # those that are treated as due sooner
-        assert queue_seconds(there, COST, QueuedPrompt(0, now + 3.0, 0.1), now) == pytest.approx(first)
+        assert queue_seconds(QueuedPrompt(0, now + 3.0, 0.1), there, now) == pytest.approx(first)
 
 
 def test_late_prompts_that_are_more_important_are_not_passed() -> None:
@@ -213,7 +210,7 @@ def test_late_prompts_that_are_more_important_are_not_passed() -> None:
         (QueuedPrompt(1, 90.0, 5.0, at=59.0), 0.0),
     ):
         there = worker("w", waiting_seconds=5.0, queued=[other])
-        assert queue_seconds(there, COST, prompt, now) == pytest.approx(waits), other
+        assert queue_seconds(prompt, there, now) == pytest.approx(waits), other
         assert backlog_seconds(there, COST, 0.0) == 5.0, "what decodes goes on beside all of it"
 
 
@@ -221,8 +218,8 @@ def test_those_that_are_late_anyhow_are_not_lost_to_a_prompt_that_passes_them() 
     drift, prompt = Drift(), QueuedPrompt(0, 1.0, 0.9)
     late = worker("l", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.1, 1.5)])
     hopeful = worker("h", waiting_seconds=1.0, queued=[QueuedPrompt(0, 1.6, 1.5)])
-    assert queued_lost(late, COST, prompt, drift, 0.0) == 0.0
-    assert queued_lost(hopeful, COST, prompt, drift, 0.0) > 0.3
+    assert queued_lost(prompt, late, drift) == 0.0
+    assert queued_lost(prompt, hopeful, drift) > 0.3
 
 
 ARRIVALS = st.builds(
@@ -235,12 +232,13 @@ def test_no_more_newcomers_are_lost_than_come_until_a_prompt_is_computed(
     kinds: list[Arrivals], queue: float, compute: float, due: float, chance: float
 ) -> None:
     there, prompt = replace(worker("w"), arrivals=tuple(kinds)), QueuedPrompt(0, due, compute)
-    lost = newcomers_lost(there, prompt, queue, Drift(), 0.0, chance)
+    lost = place_of(prompt, there).newcomers_lost(compute, queue, chance)
     assert -1e-9 <= lost <= sum(kind.rate for kind in kinds) * (queue + compute) * (1 + 1e-9)
 
 
 def lost_to(kind: Arrivals, prompt: QueuedPrompt, queue: float = 0.0, chance: float = 1.0) -> float:
-    return newcomers_lost(replace(worker("w"), arrivals=(kind,)), prompt, queue, Drift(variance=0.01), 0.0, chance)
+    place = place_of(prompt, replace(worker("w"), arrivals=(kind,)), drift=Drift(variance=0.01))
+    return place.newcomers_lost(prompt.seconds, queue, chance)
 
 
 def test_newcomers_that_pass_a_prompt_lose_nothing_to_it() -> None:
