@@ -34,7 +34,8 @@ from serving.links import HandoffDialer, HandoffLink
 from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from serving.tracing import PhaseSpan, carried
 
-LOOK_SECONDS = 0.1  # between looks at a late prompt whose prefix is asked for
+LOOK_SECONDS = 0.1  # between looks at a late prompt that has begun, or whose prefix is asked for
+RESTED_SECONDS = 0.5  # without a step that has any of it, after which a late prompt that has begun ends
 
 
 class LocalLeases(Protocol):
@@ -226,25 +227,35 @@ class PrefillWorker:
     async def _not_late(self, seq: SequenceState) -> AsyncIterator[None]:
         """Work that ends with Preempted when the first token is due, if nothing of the prompt is computed or fetched.
 
-        From then on no step takes it. Nothing may be yielded within.
+        What has begun ends once it is late and no step has had any of it for RESTED_SECONDS. No step takes it from then
+        on. Nothing may be yielded within.
         """
         loop, incoming = asyncio.get_running_loop(), seq.incoming
         timer: asyncio.TimerHandle | None = None
+        rests: float | None = None  # since when, on the loop's clock
+        late = Preempted("it was late, and others were computed before it", code=LATE)
 
-        def end() -> None:
-            nonlocal timer
+        def look() -> None:
+            nonlocal timer, rests
             with self.engine.lock:
-                if seq.prefill.scheduled_at is not None or incoming.fetched:
+                now = loop.time()
+                if seq.in_flight or incoming.arrival is not None:  # it is computed, or what comes may be nothing
+                    rests = None
+                elif seq.prefill.scheduled_at is None and not incoming.fetched:
+                    rests = -inf
+                elif rests is None:
+                    rests = now
+                if rests is None or now - rests < RESTED_SECONDS:
+                    timer = loop.call_later(LOOK_SECONDS, look)
                     return
-                if incoming.arrival is not None:  # it may bring nothing
-                    timer = loop.call_later(LOOK_SECONDS, end)
-                    return
+                self.late += 1
                 self.scheduler.remove(seq)
-                timeout.reschedule(loop.time())
+                self._end(SequenceOutput(seq, error=late))  # or it would be queued if it came to that in this turn
+                timeout.reschedule(now)
 
         try:
             async with asyncio.timeout(None) as timeout:
-                timer = loop.call_later(max(0.0, seq.objectives.due - self.engine.clock()), end)
+                timer = loop.call_later(max(0.0, seq.objectives.due - self.engine.clock()), look)
                 try:
                     yield
                 finally:
@@ -253,8 +264,7 @@ class PrefillWorker:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            self.late += 1
-            raise Preempted("it was late before its prompt had begun", code=LATE) from None
+            raise late from None
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState, prefixes: Prefixes) -> AsyncIterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from router.candidate import Candidate
+from router.expected_blocks import ExpectedBlocks
 from router.leases import DECODE_LOST, RouterLease
 from router.placer import Placer
 from router.prefill_call import BROKEN_CALL, Placed, PrefillCall
@@ -49,6 +50,7 @@ class Placement:
         self._worker: Candidate | None = None  # that prefills
         self._reserved: Reservation | None = None  # for it
         self._avoid: set[str] = set()  # prefill workers that failed, by instance
+        self._expected = ExpectedBlocks()  # of the prefill that runs, at its worker and the lease's
 
     async def lease(self) -> RouterLease:
         """Room to decode: a new lease, or the one that is held, begun anew. Raises as Placer.open_lease; Retryable."""
@@ -74,7 +76,11 @@ class Placement:
                 placed.release()
             placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)
         self._worker, self._reserved = placed.decision.prefill, placed.reserved
-        return self.placer.begin_prefill(placed, self.state, self.held)
+        call, instances = self.placer.begin_prefill(placed, self.state, self.held), {self.held.fence.instance}
+        if self._worker is not None:
+            instances.add(self._worker.status.instance)
+        self._expected = self.placer.expect_blocks(self.state, *instances)
+        return call
 
     def prefilled(self, prefilled: Prefilled) -> Delta:
         """The prefill worker has done its work."""
@@ -82,6 +88,7 @@ class Placement:
         self.state.attempts[-1].begin(prefilled)
         if self._reserved is not None:
             self._reserved.release(computed=True)  # what is left is its handoff
+        self._expected.came(self._worker.status.instance)
         self.placer.fleet.breakers.succeeded(self._worker.status.instance, self.placer.fleet.clock())
         return prefilled.delta
 
@@ -92,6 +99,7 @@ class Placement:
             self._decodes = True
             self.state.failures, self.state.waited = 0, 0.0
             self.placer.fleet.decoded(self._worker.status.instance, self.held.fence.instance)
+            self._expected.came(self.held.fence.instance)
         if self.alone is not None and self.state.attempts[-1].tokens > PROGRESS:
             self.leave_isolation()
         return delta
@@ -105,6 +113,7 @@ class Placement:
     def failed(self, error: Retryable) -> None:
         """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
         self.state.fail(error)
+        self._expected.give_up()
         lease, worker, fleet = self.held, self._worker, self.placer.fleet
         echo = self._begun and lease is None  # what the lease could not begin anew after has been counted
         self.state.failures += not (echo or isinstance(error, Preempted | Draining))
@@ -151,6 +160,7 @@ class Placement:
 
     def drop_lease(self) -> None:
         """Give the lease up, if one is held; its worker frees everything within a step."""
+        self._expected.give_up()
         lease, self.held = self.held, None
         placed, self._placed = self._placed, None
         if placed is not None:

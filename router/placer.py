@@ -16,6 +16,7 @@ from typing import Any
 from router.admission import CONTINUATION, AdmissionQueue, Claim
 from router.block_keys import block_keys
 from router.candidate import Candidate, Dispatched
+from router.expected_blocks import ExpectedBlocks
 from router.fleet import Fleet
 from router.generations import offer_prefills
 from router.kept import Kept
@@ -340,7 +341,7 @@ class Placer:
         return bool(state.generated) and outgrown(demand, able_to_prefill(demand, workers))
 
     def begin_prefill(self, placed: Placed, state: RequestState, lease: RouterLease) -> PrefillCall:
-        """A prefill as decided. From now on the router counts on its blocks there, and on the lease's worker."""
+        """A prefill as decided."""
         worker, reserved = placed.decision.prefill, placed.reserved
         assert worker is not None and reserved is not None
         began = self.fleet.clock() if placed.asked_at is None else placed.asked_at
@@ -350,16 +351,15 @@ class Placer:
         attempt.downgraded = placed.decision.mixed and state.split_asked
         state.attempts.append(attempt)
         state.split_asked |= placed.decision.split
-        self.expect_blocks(state, worker.status.instance, lease.fence.instance)
         return self.fleet.prefill(worker, state, lease, reserved)
 
-    def expect_blocks(self, state: RequestState, *instances: str) -> None:
-        """The request's blocks will be at these workers as soon as its prompt is computed."""
-        if self.fleet.prefixes is None:
-            return
-        for entry in map(self.fleet.registry.get, dict.fromkeys(instances)):
+    def expect_blocks(self, state: RequestState, *instances: str) -> ExpectedBlocks:
+        """From now on the router counts on the request's blocks at these workers, until it is told otherwise."""
+        expected = ExpectedBlocks(self.fleet.prefixes)
+        for entry in map(self.fleet.registry.get, dict.fromkeys(instances)) if self.fleet.prefixes is not None else ():
             if entry is not None:
-                self.fleet.prefixes.stored(entry.status.instance, block_keys(state, entry.status))
+                expected.expect(entry.status.instance, block_keys(state, entry.status))
+        return expected
 
     def _demand(self, state: RequestState, workers: Sequence[Candidate], build: Build | None) -> Demand:
         cached = self._cached(state, workers) if self.fleet.prefixes is not None else {}

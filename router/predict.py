@@ -152,6 +152,8 @@ class QueuePlace:
         have sent is taken to be spread likewise, as far as its own tell: as if one more as long as this one went first.
         Where it has sent all, what the worker says beyond them is that they take longer.
         """
+        if not self.worker.queued:
+            return self._left
         ahead, every = self._ahead, self._every
         others, doubt = self._left - every, compute if self.worker.strangers else 0.0
         if others <= 0.0:

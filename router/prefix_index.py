@@ -37,6 +37,7 @@ class PrefixIndex:
         self._bits: dict[str, int] = {}  # a worker's bit; one that is gone has none, and its entries mean nothing
         self._names: list[str] = []  # who has, or had, the bit of that number
         self._next: dict[str, int] = {}  # the first KV event of a worker that is not in here yet
+        self._expected: dict[str, dict[bytes, int]] = {}  # by instance: blocks to come, and with how many prompts
         self._live = 0  # all bits of workers
         self._stale = 0  # bits that nobody has any more, and masks may still have
         self._sweeping = 0  # stale bits that the first `_swept` shards are free of
@@ -62,13 +63,47 @@ class PrefixIndex:
             self._next.pop(instance, None)
             return
         self.stored(instance, events.stored[: self.most_keys])
+        if (expected := self._expected.get(instance)) is not None:
+            for key in events.stored:
+                expected.pop(key[:KEY_BYTES], None)
         self._removed(instance, events.removed)
         self._next[instance] = events.next
         if self._sweeping or self._stale.bit_count() >= SWEPT_BITS:
             self._sweep()
 
+    def expect(self, instance: str, keys: Sequence[bytes]) -> list[bytes]:
+        """The worker will hold these blocks, once a prompt is computed. Returns those to come: `settle` them."""
+        bit, shards, last = self._bit(instance), self._shards, self._last
+        expected, coming = self._expected.setdefault(instance, {}), []
+        for key in keys:
+            short = key[:KEY_BYTES]
+            count = expected.get(short, 0)
+            if count or not shards[hash(short) & last].get(short, 0) & bit:
+                expected[short] = count + 1
+                coming.append(short)
+        if not expected:
+            del self._expected[instance]
+        self.stored(instance, keys)
+        return coming
+
+    def settle(self, instance: str, coming: Iterable[bytes], *, there: bool) -> None:
+        """What `expect` gave is there; or not, and no longer counted on but for what events or other prompts say."""
+        expected, lost = self._expected.get(instance), list[bytes]()
+        if expected is None:
+            return
+        for short in coming:
+            count = expected.pop(short, 0)
+            if count > 1 and not there:
+                expected[short] = count - 1
+            elif count and not there:
+                lost.append(short)
+        if not expected:
+            del self._expected[instance]
+        if lost and instance in self._bits:
+            self._removed(instance, lost)
+
     def stored(self, instance: str, keys: Iterable[bytes]) -> None:
-        """The worker holds these blocks, or will as soon as it has computed what was placed on it."""
+        """The worker holds these blocks."""
         bit, shards, last, most = self._bit(instance), self._shards, self._last, self._most_in_shard
         for key in keys:
             short = key[:KEY_BYTES]
@@ -94,6 +129,8 @@ class PrefixIndex:
         for gone in [known for known in self._bits.keys() | self._next.keys() if known not in instances]:
             self._drop_bit(gone)
             self._next.pop(gone, None)
+        for gone in self._expected.keys() - instances:
+            del self._expected[gone]
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain `keys` each worker holds; workers that hold none are left out."""

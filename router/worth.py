@@ -17,7 +17,7 @@ def judged(known: ServiceClass, state: RequestState) -> bool:
 
 
 def sheddable(known: ServiceClass, state: RequestState, decision: Decision) -> bool:
-    """True if a worker is to end it once it is late and has not begun: what then comes of it is decided here again.
+    """True if a worker is to end it once it is late and rests: what then comes of it is decided here again.
 
     A policy that predicts nothing would send it to the next queue; and choices that the client sees already would end
     with one that is refused.

@@ -39,7 +39,7 @@ class ClassMetrics:
         self.classes = frozenset(classes)
         self.offered = self._counter("requests_offered", "Requests that ended, by how", "class", "outcome")
         self.within = self._counter("requests_within_slo", "Requests that completed within their objectives", "class")
-        self.shed = self._counter("requests_shed", "Requests refused without a placement, by why", "class", "code")
+        self.shed = self._counter("requests_shed", "Requests refused for want of a placement, by why", "class", "code")
         self.without = self._counter(
             "requests_degraded", "Requests that went on without their objectives, which none could meet", "class"
         )

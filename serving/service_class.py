@@ -17,8 +17,8 @@ class ServiceClass:
     first, in the router's queue, in prefill queues, and at last among those that give way when KV runs out.
     `patience` is how many seconds a request may wait for a place, None: as long as --queue-patience says. With `shed` a
     request that can meet its objectives nowhere is refused at once, with the time after which it may try again; with
-    `degrade` it goes on without them, behind all others; either comes as well of one whose first token is late when
-    nothing of it has been computed. With neither it is queued as any other. `shed` goes first.
+    `degrade` it goes on without them, behind all others; either comes as well of one whose first token is late while
+    none of it is computed. With neither it is queued as any other. `shed` goes first.
     `backlog` is how many seconds of prompts may wait at a worker for it still to be sent there; None: any.
     """
 

@@ -23,7 +23,7 @@ def level_of(seq: SequenceState, now: float) -> float:
 
 
 def ends_late(order: LeaseOrder) -> bool:
-    """True if its prompt ends, for its router to decide, where nothing has been computed of it when it is late.
+    """True if its prompt ends, for its router to decide, once it is late and none of it is computed (prefill.worker).
 
     Waiting would raise it before others, and make them late as well. One that was late when it came was sent all the
     same, and waits as any other.

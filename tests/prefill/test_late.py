@@ -1,4 +1,4 @@
-"""A prompt that its class sheds or degrades ends when it is late: not before, and not once it has begun."""
+"""A prompt that its class sheds or degrades ends when it is late: not before, and not while it is computed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefill.worker import LOOK_SECONDS
+from prefill.worker import LOOK_SECONDS, RESTED_SECONDS
 from serving.engine.ageing import ends_late
 from serving.errors import LATE, Preempted
 from serving.messages import PrefillOrder, Role
@@ -34,6 +34,8 @@ async def prefill() -> AsyncIterator[Prefill]:
 
 
 @given(left=st.one_of(st.none(), st.floats()), sheddable=st.booleans(), generated=st.sampled_from([(), (1,)]))
+@example(left=0.0, sheddable=True, generated=())
+@example(left=inf, sheddable=True, generated=())
 def test_only_what_may_be_shed_and_is_not_late_yet(
     left: float | None, sheddable: bool, generated: tuple[int, ...]
 ) -> None:
@@ -61,6 +63,11 @@ class Asked:
         await rest()
         self.let_pass(seconds)
         await rest()
+
+    async def is_looked_at(self, seconds: float) -> None:
+        """As `passes`, a little more than one look after the other."""
+        for _ in range(round(seconds / LOOK_SECONDS)):
+            await self.passes(1.01 * LOOK_SECONDS)
 
     async def is_late(self) -> None:
         with pytest.raises(Preempted) as told:
@@ -95,15 +102,50 @@ async def test_others_wait_on(prefill: Prefill, granted: bool, fields: dict[str,
 
 
 @pytest.mark.parametrize("granted", [False, True])
-async def test_what_has_begun_does_not_end(prefill: Prefill, granted: bool) -> None:
+async def test_what_has_begun_ends_once_it_rests(prefill: Prefill, granted: bool) -> None:
     """A chunk of it is computed; nothing may have been handed over yet."""
     asked = Asked(prefill, granted)
     await asked.passes(DUE / 2)
     prefill.step()
     assert prefill.prefill.sequences()[0].computed == 8
     await asked.passes(DUE)
+    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
     assert not asked.running.done()
-    await asked.left()
+    await asked.is_looked_at(3 * LOOK_SECONDS)
+    await asked.is_late()
+
+
+@pytest.mark.parametrize("granted", [False, True])
+async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Prefill, granted: bool) -> None:
+    asked = Asked(prefill, granted)
+    await asked.passes(DUE / 2)
+    prefill.step()
+    (seq,) = prefill.prefill.sequences()
+    seq.in_flight += 1
+    await asked.passes(DUE)
+    await asked.is_looked_at(4 * RESTED_SECONDS)
+    seq.in_flight -= 1
+    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    assert not asked.running.done(), "it rests from the end of the step on"
+    seq.in_flight += 1
+    await asked.is_looked_at(LOOK_SECONDS)
+    seq.in_flight -= 1
+    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    assert not asked.running.done(), "and from the end of the next one"
+    await asked.is_looked_at(3 * LOOK_SECONDS)
+    await asked.is_late()
+
+
+async def test_what_is_late_and_computed_has_its_first_token(prefill: Prefill) -> None:
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    prefill.step()
+    await asked.passes(DUE)
+    await asked.is_looked_at(2 * LOOK_SECONDS)
+    prefill.step()
+    assert await asyncio.wait_for(asked.running, HANGS) == 1
+    await asked.is_looked_at(2 * RESTED_SECONDS)
+    assert prefill.prefill.late == 0
 
 
 async def test_a_prompt_of_the_workers_own_lease_is_not_computed_once_it_is_told() -> None:
@@ -139,7 +181,9 @@ async def test_one_whose_prefix_was_asked_for_in_vain_ends_after_all(prefill: Pr
 
 
 @pytest.mark.parametrize("coming", [True, False])
-async def test_one_whose_prefix_comes_does_not_end_and_one_that_only_asks_does(prefill: Prefill, coming: bool) -> None:
+async def test_one_whose_prefix_has_come_rests_first_and_one_that_only_asks_ends_at_once(
+    prefill: Prefill, coming: bool
+) -> None:
     class Pool:
         async def bring(self, seq: Any, begun: Callable[[], None]) -> None:
             if coming:
@@ -153,9 +197,8 @@ async def test_one_whose_prefix_comes_does_not_end_and_one_that_only_asks_does(p
     await asked.passes(DUE)
     if coming:
         assert not asked.running.done()
-        await asked.left()
-    else:
-        await asked.is_late()
+        await asked.is_looked_at(RESTED_SECONDS + 2 * LOOK_SECONDS)
+    await asked.is_late()
 
 
 async def test_who_leaves_is_not_counted(prefill: Prefill) -> None:
@@ -164,3 +207,19 @@ async def test_who_leaves_is_not_counted(prefill: Prefill) -> None:
     await asked.left()
     await asked.passes(DUE)
     assert prefill.prefill.late == 0
+
+
+async def test_one_that_may_be_queued_in_the_turn_in_which_it_is_late_is_not(prefill: Prefill) -> None:
+    """The pool has answered just before the timer, and the prompt's own task is yet to run."""
+
+    class Pool:
+        async def bring(self, seq: Any, begun: Callable[[], None]) -> None:
+            asyncio.get_running_loop().call_later(DUE - 0.001, begun)
+            await asyncio.Event().wait()
+
+    prefill.prefill.prefixes = Pool()
+    asked, added = Asked(prefill, granted=False), list[Any]()
+    prefill.prefilling.add = added.append  # type: ignore[method-assign]
+    await asked.passes(DUE)
+    await asked.is_late()
+    assert added == []
