@@ -233,14 +233,17 @@ class PrefillWorker:
         loop, incoming = asyncio.get_running_loop(), seq.incoming
         timer: asyncio.TimerHandle | None = None
         rests: float | None = None  # since when, on the loop's clock
-        late = Preempted("it was late, and others were computed before it", code=LATE)
+        seen = seq.computed  # as it was at the last look
+        late = Preempted("it was late, and none of it was being computed", code=LATE)
 
         def look() -> None:
-            nonlocal timer, rests
+            nonlocal timer, rests, seen
             with self.engine.lock:
+                if self._runs[seq].done() or seq.ended or len(seq.tokens) > seq.start:
+                    return  # what came of it is on its way
                 now = loop.time()
-                if seq.in_flight or incoming.arrival is not None:  # it is computed, or what comes may be nothing
-                    rests = None
+                if seq.in_flight or seq.computed != seen or incoming.arrival is not None:  # what comes may be nothing
+                    rests, seen = None, seq.computed
                 elif seq.prefill.scheduled_at is None and not incoming.fetched:
                     rests = -inf
                 elif rests is None:

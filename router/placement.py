@@ -76,10 +76,9 @@ class Placement:
                 placed.release()
             placed = await self.placer.choose_prefill(self.state, self.held, self._avoid)
         self._worker, self._reserved = placed.decision.prefill, placed.reserved
-        call, instances = self.placer.begin_prefill(placed, self.state, self.held), {self.held.fence.instance}
-        if self._worker is not None:
-            instances.add(self._worker.status.instance)
-        self._expected = self.placer.expect_blocks(self.state, *instances)
+        call = self.placer.begin_prefill(placed, self.state, self.held)
+        assert self._worker is not None
+        self._expected = self.placer.expect_blocks(self.state, self._worker.status.instance, self.held.fence.instance)
         return call
 
     def prefilled(self, prefilled: Prefilled) -> Delta:

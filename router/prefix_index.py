@@ -5,6 +5,9 @@ text. Pure.
 
     key (8 bytes of a block's hash) ──► bit mask of workers, one bit a worker
 
+Beside them it remembers which blocks are still to come with open requests, for half as many at the most: those of
+requests beyond that count as there.
+
 The keys lie in shards, so that what goes through all of a dict (its growth, evicting, taking bits back, a snapshot)
 goes through some thousand keys at a time, and no request waits for a million.
 """
@@ -38,6 +41,7 @@ class PrefixIndex:
         self._names: list[str] = []  # who has, or had, the bit of that number
         self._next: dict[str, int] = {}  # the first KV event of a worker that is not in here yet
         self._expected: dict[str, dict[bytes, int]] = {}  # by instance: blocks to come, and with how many prompts
+        self._to_come = 0  # of all
         self._live = 0  # all bits of workers
         self._stale = 0  # bits that nobody has any more, and masks may still have
         self._sweeping = 0  # stale bits that the first `_swept` shards are free of
@@ -65,7 +69,7 @@ class PrefixIndex:
         self.stored(instance, events.stored[: self.most_keys])
         if (expected := self._expected.get(instance)) is not None:
             for key in events.stored:
-                expected.pop(key[:KEY_BYTES], None)
+                self._to_come -= expected.pop(key[:KEY_BYTES], 0) > 0
         self._removed(instance, events.removed)
         self._next[instance] = events.next
         if self._sweeping or self._stale.bit_count() >= SWEPT_BITS:
@@ -74,13 +78,14 @@ class PrefixIndex:
     def expect(self, instance: str, keys: Sequence[bytes]) -> list[bytes]:
         """The worker will hold these blocks, once a prompt is computed. Returns those to come: `settle` them."""
         bit, shards, last = self._bit(instance), self._shards, self._last
-        expected, coming = self._expected.setdefault(instance, {}), []
-        for key in keys:
+        expected, coming = self._expected.setdefault(instance, {}), list[bytes]()
+        for key in keys if self._to_come + len(keys) <= self.most_keys // 2 else ():
             short = key[:KEY_BYTES]
             count = expected.get(short, 0)
             if count or not shards[hash(short) & last].get(short, 0) & bit:
                 expected[short] = count + 1
-                coming.append(short)
+                self._to_come += not count
+                coming.append(key)
         if not expected:
             del self._expected[instance]
         self.stored(instance, keys)
@@ -91,12 +96,15 @@ class PrefixIndex:
         expected, lost = self._expected.get(instance), list[bytes]()
         if expected is None:
             return
-        for short in coming:
+        for key in coming:
+            short = key[:KEY_BYTES]
             count = expected.pop(short, 0)
             if count > 1 and not there:
                 expected[short] = count - 1
-            elif count and not there:
-                lost.append(short)
+            elif count:
+                self._to_come -= 1
+                if not there:
+                    lost.append(short)
         if not expected:
             del self._expected[instance]
         if lost and instance in self._bits:
@@ -130,7 +138,7 @@ class PrefixIndex:
             self._drop_bit(gone)
             self._next.pop(gone, None)
         for gone in self._expected.keys() - instances:
-            del self._expected[gone]
+            self._to_come -= len(self._expected.pop(gone))
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain `keys` each worker holds; workers that hold none are left out."""

@@ -136,6 +136,37 @@ async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Pre
     await asked.is_late()
 
 
+async def test_one_that_no_look_sees_in_a_step_but_that_goes_on_does_not_end(prefill: Prefill) -> None:
+    """A chunk of 8 now and then, in steps that are over before the next look."""
+    asked = Asked(prefill, granted=False, prompt=list(range(60)))
+    await asked.passes(DUE / 2)
+    prefill.step()
+    await asked.passes(DUE)
+    for _ in range(5):
+        await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+        prefill.step()
+        assert not asked.running.done()
+    await asked.is_looked_at(RESTED_SECONDS + 2 * LOOK_SECONDS)
+    await asked.is_late()
+
+
+async def test_one_whose_first_token_is_on_its_way_does_not_end(prefill: Prefill) -> None:
+    """It has rested, and what its last step brought out is delivered behind the next look."""
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    prefill.step()
+    await asked.passes(DUE)
+    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    deliver, kept = prefill.prefill.deliver, list[Any]()
+    prefill.prefill.deliver = kept.append  # type: ignore[method-assign]
+    prefill.step()
+    await asked.is_looked_at(2 * RESTED_SECONDS)
+    assert not asked.running.done() and kept
+    deliver(kept[0])
+    assert await asyncio.wait_for(asked.running, HANGS) == 1
+    assert prefill.prefill.late == 0
+
+
 async def test_what_is_late_and_computed_has_its_first_token(prefill: Prefill) -> None:
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)

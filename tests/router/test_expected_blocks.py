@@ -85,7 +85,7 @@ def test_what_does_not_come_is_taken_back_and_nothing_else(
         made.give_up()
         assert held(index) >= {*before, *meanwhile}
     assert held(index) == there
-    assert index._expected == {}
+    assert index._expected == {} and index._to_come == 0
 
 
 def test_what_is_gone_or_forgotten_is_not_taken_back() -> None:
@@ -93,6 +93,7 @@ def test_what_is_gone_or_forgotten_is_not_taken_back() -> None:
     made = ExpectedBlocks(index)
     made.expect("a", CHAIN[:3])
     index.retain(["b"])
+    assert index._expected == {} and index._to_come == 0
     made.give_up()
     assert held(index) == set() and "a" not in index.numbers()
     log = known(index, "b")
@@ -101,6 +102,18 @@ def test_what_is_gone_or_forgotten_is_not_taken_back() -> None:
     stored(index, log, "b", 1)
     made.give_up()
     assert held(index) == {("b", 1)}, "what was computed of it before it ended"
+
+
+def test_no_more_are_remembered_than_half_as_many_as_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PrefixIndex, "most_keys", 10)
+    index = PrefixIndex(ROOMY)
+    first, second = ExpectedBlocks(index), ExpectedBlocks(index)
+    first.expect("a", CHAIN[:4])
+    second.expect("a", CHAIN[4:6])
+    assert index._to_come == 4 and index.match(CHAIN[4:6]) == {"a": 2}, "they are counted on all the same"
+    second.give_up()
+    first.give_up()
+    assert index._to_come == 0 and index.match(CHAIN[:4]) == {} and index.match(CHAIN[4:6]) == {"a": 2}
 
 
 def blocks_at(world: World, request: Request) -> dict[str, int]:

@@ -62,7 +62,7 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
 GOLDEN = {
     "mixed": "c0dc5b4f1c85f464",
     "split": "081ed3ef769ecd0f",
-    "auto": "959b0b25d3ba1f87",
+    "auto": "7526c37832ea6e53",
     "prefixes": "d9a118757c49b856",
     "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
