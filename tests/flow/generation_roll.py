@@ -28,7 +28,7 @@ from tests.flow.ports import free_port
 from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import START_SECONDS, samples, wait_until
 from tests.flow.services import REPOSITORY, RouterService, WorkerService
-from tests.flow.test_two_routers import Stream, begun
+from tests.flow.test_two_routers import Stream, begun, gone_further
 from tests.tiny import tiny_llama
 
 LENGTH = 8192
@@ -172,7 +172,7 @@ async def roll(folder: Path, streams: int, width: int, tell: Callable[[str, obje
                 await load.meanwhile(lambda p=protocol, d=drain: made.replace(models[0], KV_PROTOCOL + p, d))
                 tell(f"a roll to the {what}: seconds", f"{time.monotonic() - began:.1f}")
             far = [len(stream.tokens) for stream in lasting]
-            await begun(lasting, max(far) + 5)
+            await gone_further(lasting, 5)
             tell("streams that outlast both, and their tokens by then", f"{streams}, {min(far)} to {max(far)}")
             for stream in lasting:
                 await stream.leave()

@@ -21,7 +21,7 @@ from tests.fakes.stopping import harm
 from tests.flow.reference import is_greedy_tiny, prompts
 from tests.flow.server import wait_until
 from tests.flow.services import Services
-from tests.flow.test_two_routers import LENGTH, Stream, begun, flags_of
+from tests.flow.test_two_routers import LENGTH, Stream, begun, flags_of, gone_further
 from tests.tiny import tiny_llama
 
 SHORT_TOKENS = 10
@@ -82,12 +82,10 @@ class Roll:
                 "the router is back",
             ),
         )
-        before = [len(stream.tokens) for stream in kept]
-        await begun(kept, max(before) + 10)
+        await gone_further(kept, 10)
         say("  streams of the other router: moved", f"{second.metric('replacements_total') - moved:g}")
         if how is signal.SIGSTOP:  # its requests go on, too
-            before = [len(stream.tokens) for stream in lost]
-            await begun(lost, max(before) + 10)
+            await gone_further(lost, 10)
         for stream in [*kept, *lost]:
             stream.task.cancel()
         await asyncio.gather(*(stream.task for stream in [*kept, *lost]), return_exceptions=True)
@@ -120,7 +118,7 @@ class Roll:
                 await rolling
                 say(f"round {number + 1}: {name} left and the next one serves, after", f"{time.monotonic() - at:.1f} s")
         far = [len(stream.tokens) for stream in streams]
-        await begun(streams, max(far) + 10)
+        await gone_further(streams, 10)
         for stream in streams:
             await stream.leave()
         self.check([*streams, *short])
