@@ -35,7 +35,7 @@ from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from serving.tracing import PhaseSpan, carried
 
 LOOK_SECONDS = 0.1  # between looks at a late prompt that has begun, or whose prefix is asked for
-RESTED_SECONDS = 0.5  # without a step that has any of it, after which a late prompt that has begun ends
+RESTED_LOOKS = 6  # in a row, in half a second, at a late prompt that has begun and is left aside, after which it ends
 
 
 class LocalLeases(Protocol):
@@ -227,47 +227,38 @@ class PrefillWorker:
     async def _not_late(self, seq: SequenceState) -> AsyncIterator[None]:
         """Work that ends with Preempted when the first token is due, if nothing of the prompt is computed or fetched.
 
-        What has begun ends once it is late and no step has had any of it for RESTED_SECONDS. No step takes it from then
-        on. Nothing may be yielded within.
+        What has begun ends once it is late and, at RESTED_LOOKS in a row, others are before it and no step has had any
+        of it. No step takes it from then on. Nothing may be yielded within.
         """
         loop, incoming = asyncio.get_running_loop(), seq.incoming
-        timer: asyncio.TimerHandle | None = None
-        rests: float | None = None  # since when, on the loop's clock
+        timer: asyncio.TimerHandle
+        rested = 0  # looks, and not seconds: a process that was stopped has not left it aside
         seen = seq.computed  # as it was at the last look
         late = Preempted("it was late, and none of it was being computed", code=LATE)
 
         def look() -> None:
-            nonlocal timer, rests, seen
+            nonlocal timer, rested, seen
             with self.engine.lock:
                 if self._runs[seq].done() or seq.ended or len(seq.tokens) > seq.start:
                     return  # what came of it is on its way
-                now = loop.time()
                 if seq.in_flight or seq.computed != seen or incoming.arrival is not None:  # what comes may be nothing
-                    rests, seen = None, seq.computed
+                    rested, seen = 0, seq.computed
                 elif seq.prefill.scheduled_at is None and not incoming.fetched:
-                    rests = -inf
-                elif rests is None:
-                    rests = now
-                if rests is None or now - rests < RESTED_SECONDS:
+                    rested = RESTED_LOOKS
+                else:
+                    rested = 0 if self.scheduler.is_next(seq) else rested + 1
+                if rested < RESTED_LOOKS:
                     timer = loop.call_later(LOOK_SECONDS, look)
                     return
                 self.late += 1
                 self.scheduler.remove(seq)
-                self._end(SequenceOutput(seq, error=late))  # or it would be queued if it came to that in this turn
-                timeout.reschedule(now)
+                self._end(SequenceOutput(seq, error=late))  # nor is it queued, if it came to that in this turn
 
+        timer = loop.call_later(max(0.0, seq.objectives.due - self.engine.clock()), look)
         try:
-            async with asyncio.timeout(None) as timeout:
-                timer = loop.call_later(max(0.0, seq.objectives.due - self.engine.clock()), look)
-                try:
-                    yield
-                finally:
-                    if timer is not None:
-                        timer.cancel()
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            raise late from None
+            yield
+        finally:
+            timer.cancel()
 
     @asynccontextmanager
     async def _bringing(self, seq: SequenceState, prefixes: Prefixes) -> AsyncIterator[None]:
@@ -275,6 +266,7 @@ class PrefillWorker:
         begun = asyncio.Event()
         bringing = asyncio.create_task(self._bring(prefixes, seq, begun.set), name="bring-prefix")
         bringing.add_done_callback(lambda _: begun.set())
+        self._runs[seq].add_done_callback(lambda _: begun.set())  # it has ended before it began
         bringing.add_done_callback(lambda _: self.loop.wake())  # an arriving prefix no longer holds it up
         try:
             await begun.wait()

@@ -37,6 +37,7 @@ class Claim:
     service_class: str = ""  # for those who count what waits
     charge: int | None = None  # tokens that its tenant is charged for the place; None: `tokens`
     pressing: Callable[[], bool] | None = None  # True while others give their room to it; None: they never do
+    again: bool = False  # it has had a place before: it was let in then
 
 
 class Ticket:
@@ -124,7 +125,7 @@ class AdmissionQueue:
     @asynccontextmanager
     async def enter(self, claim: Claim) -> AsyncIterator[Ticket]:
         """Join the queue until the block is left. Raises Overloaded when too many new requests wait already."""
-        if claim.priority != CONTINUATION and self._count > self.max_waiting:
+        if claim.priority != CONTINUATION and not claim.again and self._count > self.max_waiting:
             raise Overloaded(f"{self._count} requests wait for room already", code="queue_full", retry_after=1.0)
         ticket = Ticket(claim, next(self._numbers))
         self._add(ticket)

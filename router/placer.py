@@ -111,14 +111,14 @@ class Placer:
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
-        request, build = state.request, state.required_build
+        request, build, again = state.request, state.required_build, bool(state.attempts)
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
         known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
         kind = build, tpot_bin(state), single, known
         charge = 0 if state.charged == len(state.generated) else state.tokens  # it has brought nothing since
         pressing = (lambda: state.pressing(self.fleet.clock())) if state.generated or request.slo.ttft_ms else None
-        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge, pressing)
+        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge, pressing, again)
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""

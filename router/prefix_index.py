@@ -70,6 +70,8 @@ class PrefixIndex:
         if (expected := self._expected.get(instance)) is not None:
             for key in events.stored:
                 self._to_come -= expected.pop(key[:KEY_BYTES], 0) > 0
+            if events.reset:  # they are still to come, and the new bit is not theirs yet
+                self.stored(instance, expected)
         self._removed(instance, events.removed)
         self._next[instance] = events.next
         if self._sweeping or self._stale.bit_count() >= SWEPT_BITS:

@@ -22,7 +22,8 @@ def sheddable(known: ServiceClass, state: RequestState, decision: Decision) -> b
     A policy that predicts nothing would send it to the next queue; and choices that the client sees already would end
     with one that is refused.
     """
-    return decision.predicted is not None and state.request.alone and judged(known, state)
+    once = not state.handed_back
+    return once and decision.predicted is not None and state.request.alone and judged(known, state)
 
 
 def welcome(known: ServiceClass, state: RequestState, demand: Demand, decision: Decision) -> bool:

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefill.worker import LOOK_SECONDS, RESTED_SECONDS
+from prefill.scheduler import PrefillScheduler
+from prefill.worker import LOOK_SECONDS, RESTED_LOOKS
 from serving.engine.ageing import ends_late
+from serving.engine.sequence import SequenceState
 from serving.errors import LATE, Preempted
 from serving.messages import PrefillOrder, Role
 from tests.decode.workers import Worker
@@ -22,6 +24,7 @@ from tests.prefill.test_worker import Prefill, order
 
 PROMPT = list(range(10))
 DUE = 6.0  # seconds
+RESTED = (RESTED_LOOKS - 1) * LOOK_SECONDS
 HANGS = 30.0  # seconds
 WANTED = {"first_token_in": DUE, "sheddable": True}
 
@@ -31,6 +34,12 @@ async def prefill() -> AsyncIterator[Prefill]:
     made = Prefill()
     yield made
     assert made.idle() and made.kv.unaccounted([]) == 0
+
+
+@pytest.fixture
+def left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another prompt is before each."""
+    monkeypatch.setattr(PrefillScheduler, "is_next", lambda *_: False)
 
 
 @given(left=st.one_of(st.none(), st.floats()), sheddable=st.booleans(), generated=st.sampled_from([(), (1,)]))
@@ -101,6 +110,7 @@ async def test_others_wait_on(prefill: Prefill, granted: bool, fields: dict[str,
     await asked.left()
 
 
+@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("granted", [False, True])
 async def test_what_has_begun_ends_once_it_rests(prefill: Prefill, granted: bool) -> None:
     """A chunk of it is computed; nothing may have been handed over yet."""
@@ -109,12 +119,13 @@ async def test_what_has_begun_ends_once_it_rests(prefill: Prefill, granted: bool
     prefill.step()
     assert prefill.prefill.sequences()[0].computed == 8
     await asked.passes(DUE)
-    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
     assert not asked.running.done()
     await asked.is_looked_at(3 * LOOK_SECONDS)
     await asked.is_late()
 
 
+@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("granted", [False, True])
 async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Prefill, granted: bool) -> None:
     asked = Asked(prefill, granted)
@@ -123,19 +134,20 @@ async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Pre
     (seq,) = prefill.prefill.sequences()
     seq.in_flight += 1
     await asked.passes(DUE)
-    await asked.is_looked_at(4 * RESTED_SECONDS)
+    await asked.is_looked_at(4 * RESTED)
     seq.in_flight -= 1
-    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
     assert not asked.running.done(), "it rests from the end of the step on"
     seq.in_flight += 1
     await asked.is_looked_at(LOOK_SECONDS)
     seq.in_flight -= 1
-    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
     assert not asked.running.done(), "and from the end of the next one"
     await asked.is_looked_at(3 * LOOK_SECONDS)
     await asked.is_late()
 
 
+@pytest.mark.usefixtures("left_aside")
 async def test_one_that_no_look_sees_in_a_step_but_that_goes_on_does_not_end(prefill: Prefill) -> None:
     """A chunk of 8 now and then, in steps that are over before the next look."""
     asked = Asked(prefill, granted=False, prompt=list(range(60)))
@@ -143,30 +155,71 @@ async def test_one_that_no_look_sees_in_a_step_but_that_goes_on_does_not_end(pre
     prefill.step()
     await asked.passes(DUE)
     for _ in range(5):
-        await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+        await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
         prefill.step()
         assert not asked.running.done()
-    await asked.is_looked_at(RESTED_SECONDS + 2 * LOOK_SECONDS)
+    await asked.is_looked_at(RESTED + 2 * LOOK_SECONDS)
     await asked.is_late()
 
 
+async def test_one_that_is_next_goes_on_however_little_steps_take_of_it_and_one_that_others_pass_ends(
+    prefill: Prefill,
+) -> None:
+    """Steps leave prompts nothing for a while where decodes are short of time: nobody has left it aside."""
+    asked = Asked(prefill, granted=False, prompt=list(range(60)))
+    await asked.passes(DUE / 2)
+    prefill.step()
+    await asked.passes(DUE)
+    await asked.is_looked_at(4 * RESTED)
+    assert not asked.running.done()
+    other = Asked(prefill, granted=False, sheddable=False)
+    await rest()
+    prefill.prefilling.queue.reverse()  # as an order sorts it
+    arriving = prefill.prefilling.queue[0].incoming
+    arriving.arrival = object()
+    await asked.is_looked_at(4 * RESTED)
+    assert not asked.running.done(), "no step would take the other one yet"
+    arriving.arrival = None
+    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
+    assert not asked.running.done()
+    await asked.is_looked_at(3 * LOOK_SECONDS)
+    with pytest.raises(Preempted):
+        await asyncio.wait_for(asked.running, HANGS)
+    other.running.cancel()
+    await asyncio.gather(other.running, return_exceptions=True)
+
+
+@pytest.mark.usefixtures("left_aside")
+async def test_a_process_that_stands_still_has_not_left_it_aside(prefill: Prefill) -> None:
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    prefill.step()
+    await asked.passes(DUE)
+    for _ in range(RESTED_LOOKS - 2):
+        await asked.passes(3600.0)
+        assert not asked.running.done()
+    await asked.left()
+
+
+@pytest.mark.usefixtures("left_aside")
 async def test_one_whose_first_token_is_on_its_way_does_not_end(prefill: Prefill) -> None:
     """It has rested, and what its last step brought out is delivered behind the next look."""
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)
     prefill.step()
     await asked.passes(DUE)
-    await asked.is_looked_at(RESTED_SECONDS - 2 * LOOK_SECONDS)
+    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
     deliver, kept = prefill.prefill.deliver, list[Any]()
     prefill.prefill.deliver = kept.append  # type: ignore[method-assign]
     prefill.step()
-    await asked.is_looked_at(2 * RESTED_SECONDS)
+    await asked.is_looked_at(2 * RESTED)
     assert not asked.running.done() and kept
     deliver(kept[0])
     assert await asyncio.wait_for(asked.running, HANGS) == 1
     assert prefill.prefill.late == 0
 
 
+@pytest.mark.usefixtures("left_aside")
 async def test_what_is_late_and_computed_has_its_first_token(prefill: Prefill) -> None:
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)
@@ -175,7 +228,7 @@ async def test_what_is_late_and_computed_has_its_first_token(prefill: Prefill) -
     await asked.is_looked_at(2 * LOOK_SECONDS)
     prefill.step()
     assert await asyncio.wait_for(asked.running, HANGS) == 1
-    await asked.is_looked_at(2 * RESTED_SECONDS)
+    await asked.is_looked_at(2 * RESTED)
     assert prefill.prefill.late == 0
 
 
@@ -211,6 +264,7 @@ async def test_one_whose_prefix_was_asked_for_in_vain_ends_after_all(prefill: Pr
     await asked.is_late()
 
 
+@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("coming", [True, False])
 async def test_one_whose_prefix_has_come_rests_first_and_one_that_only_asks_ends_at_once(
     prefill: Prefill, coming: bool
@@ -228,8 +282,35 @@ async def test_one_whose_prefix_has_come_rests_first_and_one_that_only_asks_ends
     await asked.passes(DUE)
     if coming:
         assert not asked.running.done()
-        await asked.is_looked_at(RESTED_SECONDS + 2 * LOOK_SECONDS)
+        await asked.is_looked_at(RESTED + 2 * LOOK_SECONDS)
     await asked.is_late()
+
+
+@pytest.mark.usefixtures("left_aside")
+@pytest.mark.parametrize("coming", [True, False])
+async def test_the_run_is_over_when_what_brings_its_prefix_is(prefill: Prefill, coming: bool) -> None:
+    over = list[str]()
+
+    class Pool:
+        async def bring(self, seq: Any, begun: Callable[[], None]) -> None:
+            if coming:
+                seq.incoming.fetched = 4
+                begun()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await rest()  # as a stream takes to close
+                over.append("bringing")
+
+    prefill.prefill.prefixes = Pool()
+    asked = Asked(prefill, granted=False)
+    asked.running.add_done_callback(lambda _: over.append("run"))
+    await asked.passes(DUE / 2)
+    await asked.passes(DUE)
+    await asked.is_looked_at(RESTED + 2 * LOOK_SECONDS)
+    await asked.is_late()
+    await rest()
+    assert over == ["bringing", "run"]
 
 
 async def test_who_leaves_is_not_counted(prefill: Prefill) -> None:
@@ -254,3 +335,56 @@ async def test_one_that_may_be_queued_in_the_turn_in_which_it_is_late_is_not(pre
     await asked.passes(DUE)
     await asked.is_late()
     assert added == []
+
+
+async def test_no_look_outlives_its_prompt(prefill: Prefill) -> None:
+    """One that had its first token in time, and one whose client has left: nothing is left that breaks later."""
+    broken, loop = list[dict[str, Any]](), asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: broken.append(context))
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    for _ in range(2):
+        prefill.step()
+    assert await asyncio.wait_for(asked.running, HANGS) == 1
+    left = Asked(prefill, granted=False)
+    await left.passes(DUE / 4)
+    await left.left()
+    await left.passes(DUE)
+    assert broken == []
+
+
+async def test_the_engine_plans_no_step_while_one_is_ended(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is in a step is asked, and it is taken out of the queue, under the engine's lock."""
+    owned, remove = list[bool](), prefill.prefilling.remove
+
+    def watched(seq: SequenceState) -> None:
+        owned.append(prefill.engine.lock._is_owned())  # type: ignore[attr-defined]
+        remove(seq)
+
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    monkeypatch.setattr(prefill.prefilling, "remove", watched)
+    await asked.passes(DUE)
+    assert owned[0]
+    await asked.is_late()
+
+
+async def test_what_has_passed_of_its_objective_when_its_prefill_comes_counts() -> None:
+    """The lease was given some time before a prefill is sent into it."""
+    worker, let_pass, now = Worker(Role.MIXED), passing_time(), [0.0]
+    worker.engine.clock = lambda: now[0]
+    session = await worker.session()
+    grant = await worker.lease(session, PROMPT, **WANTED)
+    now[0] = DUE / 2
+    wanted = PrefillOrder(order=make_order(PROMPT, lease=worker.fence(), **WANTED), grant=grant)
+    running = asyncio.ensure_future(anext(worker.prefill.run(wanted)))
+    await rest()
+    let_pass(DUE / 2 - 0.5)
+    await rest()
+    assert not running.done()
+    let_pass(1.0)
+    await rest()
+    assert running.done() and isinstance(running.exception(), Preempted)
+    session.cancel("r/1")
+    await session.close()
+    assert worker.idle() and worker.kv.unaccounted([]) == 0

@@ -128,6 +128,7 @@ class World:
             "kept": len(self.placer.room.kept),
             "explained": len(self.router.explained._running),
             "isolated": self.router.isolation._turn.locked(),
+            "expected": self.fleet.prefixes._to_come if self.fleet.prefixes is not None else 0,
             "entry.leases": sum(entry.leases for entry in entries),
             "entry.newer.prompt_tokens": sum(entry.newer.prompt_tokens for entry in entries),
         }

@@ -50,6 +50,22 @@ def stored(index: PrefixIndex, log: KVEventLog, name: str, number: int) -> None:
     index.apply(name, log.since(index.since(name)))
 
 
+def test_what_is_expected_of_a_worker_outlasts_its_first_report() -> None:
+    """A worker that held nothing answers with all it holds by then."""
+    index, log = PrefixIndex(ROOMY), KVEventLog()
+    index.apply("a", log.since(0))
+    waits = ExpectedBlocks(index)
+    waits.expect("a", CHAIN[:8])
+    log.stored(CHAIN[2])
+    log.stored(sha256(b"another").digest())
+    report = log.since(index.since("a"))
+    assert report.reset
+    index.apply("a", report)
+    assert held(index) == {("a", number) for number in range(8)}
+    waits.give_up()
+    assert held(index) == {("a", 2)}
+
+
 @given(
     st.lists(st.tuples(WORKERS, st.integers(0, 11)), max_size=6),
     st.lists(st.tuples(SPANS, st.booleans()), min_size=1, max_size=5),

@@ -15,9 +15,9 @@ from router.placer import Placer
 from router.policies import make_policy
 from router.router import Router
 from serving.errors import LATE, Overloaded, Preempted
-from serving.messages import LeaseOrder, Request, Slo, WorkerStatus
+from serving.messages import LeaseOrder, Request, Role, Slo, WorkerStatus
 from serving.service_class import DEGRADED_PRIORITY, SERVICE_CLASSES, ServiceClass
-from tests.router.conftest import Recorder, World, expected
+from tests.router.conftest import Recorder, World, expected, wanted
 from tests.router.remote import Remote
 from tests.router.scripted import ScriptedSession, Step
 from tests.router.test_degrade import COST, SOON, classed
@@ -90,6 +90,74 @@ async def test_one_that_takes_longer_than_its_objective_is_handed_back_once_at_m
     assert await asyncio.wait_for(running, HANGS) == expected(classed("r", hurried, max_tokens=tokens))
     left = [each.order.first_token_in for each in worker.orders]
     assert left[0] == pytest.approx(1e-3) and left[1] == pytest.approx(-1.999) and len(left) == 2
+    await ended(world)
+
+
+async def test_a_lease_is_kept_where_a_prefill_elsewhere_lost_its_blocks_and_given_up_where_it_was_late() -> None:
+    for code, leases in ((None, 1), (LATE, 2)):
+        world = World(policy="goodput", classes=CLASSES)
+        prefill, decode = world.add("p", Role.PREFILL, step_cost=COST), world.add("d", Role.DECODE, step_cost=COST)
+        prefill.script.before_first = [Preempted("its blocks went to others", code=code)]
+        request = classed("r", SERVICE_CLASSES["interactive"], max_tokens=8)
+        assert await world.tokens(request) == expected(request)
+        assert len(prefill.orders) == 2 and len(decode.opened) == leases
+        assert [each.order.lease.epoch for each in prefill.orders] == ([0, 1] if code is None else [0, 0])
+        await ended(world)
+
+
+@pytest.mark.parametrize("known", [SOON, SERVICE_CLASSES["interactive"]])
+async def test_one_that_comes_back_late_is_let_into_a_full_queue(known: ServiceClass) -> None:
+    """It had a place. Its class decides what becomes of it, and not who came to wait since."""
+    world, back = World(policy="goodput", classes=CLASSES, max_waiting=0), asyncio.Event()
+    worker = world.add("a", step_cost=COST, max_seqs=1)
+    running = await waiting(world, known, 8, back)
+    other = asyncio.create_task(world.tokens(wanted("other")))
+    await world.settled()
+    with pytest.raises(Overloaded) as refused:
+        await world.tokens(wanted("newcomer"))
+    assert refused.value.code == "queue_full"
+    await a_queue_later(world, back)
+    if known is SOON:
+        assert await asyncio.wait_for(running, HANGS) == expected(classed("r", known, max_tokens=8))
+    else:
+        with pytest.raises(Overloaded, match="ttft_slo_ms is over"):
+            await asyncio.wait_for(running, HANGS)
+    assert await asyncio.wait_for(other, HANGS) == expected(wanted("other"))
+    assert len(worker.orders) == (3 if known is SOON else 2)
+    await ended(world)
+
+
+async def test_a_tenant_is_charged_for_what_it_was_served_and_not_for_what_came_back() -> None:
+    for known in (SERVICE_CLASSES["interactive"], SOON):
+        world, back = World(policy="goodput", classes=CLASSES), asyncio.Event()
+        world.add("a", step_cost=COST)
+        shares = world.placer.admission.shares
+        running = await waiting(world, known, 8, back)
+        once = shares.served("")
+        assert once > 0
+        await a_queue_later(world, back)
+        await asyncio.wait_for(asyncio.gather(running, return_exceptions=True), HANGS)
+        assert shares.served("") == (once if known is SOON else 0)
+        await ended(world)
+
+
+async def test_a_worker_that_says_late_before_it_is_ends_a_prompt_once() -> None:
+    """Its timer is early, or its clock another: the request is sent again at once, and is not to be ended for ever."""
+    world = World(policy="goodput", classes=CLASSES)
+    worker = world.add("a", step_cost=COST)
+    play, told = worker.play, 0
+
+    async def too_soon(steps: list[Step], session: ScriptedSession | None = None) -> Step:
+        nonlocal told
+        if steps is worker.script.before_first and worker.orders[-1].order.sheddable and told < 100:
+            told += 1
+            raise Preempted("late", code=LATE)
+        return await play(steps, session)
+
+    worker.play = too_soon  # type: ignore[method-assign]
+    request = classed("r", SERVICE_CLASSES["interactive"], max_tokens=8)
+    assert await asyncio.wait_for(world.tokens(request), HANGS) == expected(request)
+    assert told == 1
     await ended(world)
 
 

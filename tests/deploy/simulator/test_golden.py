@@ -62,8 +62,8 @@ CASES: dict[str, Callable[[], list[RequestOutcome]]] = {
 GOLDEN = {
     "mixed": "c0dc5b4f1c85f464",
     "split": "081ed3ef769ecd0f",
-    "auto": "7526c37832ea6e53",
-    "prefixes": "d9a118757c49b856",
+    "auto": "959b0b25d3ba1f87",
+    "prefixes": "04398a68d4e3b24d",
     "preempted": "0e74105fbc4738d4",
     "preempted, split": "700dd01d88dad625",
     "drafts": "a11bc88d3fa62c0a",
