@@ -46,10 +46,6 @@ class PrefillScheduler:
         """Prompt tokens still to compute."""
         return sum(seq.uncomputed for seq in self.queue)
 
-    def is_next(self, seq: SequenceState) -> bool:
-        """No prompt that could be computed now is before it, as the queue was sorted last."""
-        return next((each for each in self.queue if each.incoming.arrival is None), None) is seq
-
     def wanted_blocks(self) -> int:
         """Blocks for the first prompt that holds none yet: those which come free next are for it."""
         for seq in self.queue:

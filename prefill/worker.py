@@ -35,7 +35,7 @@ from serving.messages import LeaseGrant, LeaseId, Prefilled, PrefillOrder, Role
 from serving.tracing import PhaseSpan, carried
 
 LOOK_SECONDS = 0.1  # between looks at a late prompt that has begun, or whose prefix is asked for
-RESTED_LOOKS = 6  # in a row, in half a second, at a late prompt that has begun and is left aside, after which it ends
+RESTED_LOOKS = 6  # in a row, in half a second, at a late prompt that has begun and rests, after which it ends
 
 
 class LocalLeases(Protocol):
@@ -227,26 +227,26 @@ class PrefillWorker:
     async def _not_late(self, seq: SequenceState) -> AsyncIterator[None]:
         """Work that ends with Preempted when the first token is due, if nothing of the prompt is computed or fetched.
 
-        What has begun ends once it is late and, at RESTED_LOOKS in a row, others are before it and no step has had any
-        of it. No step takes it from then on. Nothing may be yielded within.
+        What has begun ends once it is late and, at RESTED_LOOKS in a row, no step has had any of it. No step takes it
+        from then on. Nothing may be yielded within.
         """
         loop, incoming = asyncio.get_running_loop(), seq.incoming
         timer: asyncio.TimerHandle
-        rested = 0  # looks, and not seconds: a process that was stopped has not left it aside
+        rested = 0  # looks, and not seconds: a process that was stopped leaves nothing aside
         seen = seq.computed  # as it was at the last look
         late = Preempted("it was late, and none of it was being computed", code=LATE)
 
         def look() -> None:
             nonlocal timer, rested, seen
             with self.engine.lock:
-                if self._runs[seq].done() or seq.ended or len(seq.tokens) > seq.start:
+                if seq.ended or self._runs[seq].done() or len(seq.tokens) > seq.start:
                     return  # what came of it is on its way
                 if seq.in_flight or seq.computed != seen or incoming.arrival is not None:  # what comes may be nothing
                     rested, seen = 0, seq.computed
                 elif seq.prefill.scheduled_at is None and not incoming.fetched:
                     rested = RESTED_LOOKS
                 else:
-                    rested = 0 if self.scheduler.is_next(seq) else rested + 1
+                    rested += 1
                 if rested < RESTED_LOOKS:
                     timer = loop.call_later(LOOK_SECONDS, look)
                     return

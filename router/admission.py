@@ -37,7 +37,7 @@ class Claim:
     service_class: str = ""  # for those who count what waits
     charge: int | None = None  # tokens that its tenant is charged for the place; None: `tokens`
     pressing: Callable[[], bool] | None = None  # True while others give their room to it; None: they never do
-    again: bool = False  # it has had a place before: it was let in then
+    again: bool = False  # it was let in before
 
 
 class Ticket:

@@ -24,7 +24,6 @@ from serving.errors import (
     StaleLease,
     WorkerLost,
 )
-from serving.fair_shares import tenant_of
 from serving.messages import Delta, Prefilled
 
 LINK_CODES = (
@@ -110,14 +109,6 @@ class Placement:
         if leave is not None:
             leave()
 
-    def _handed_back(self) -> None:
-        """Its place has brought it nothing: its tenant is charged with the next, if it finds one."""
-        state = self.state
-        state.handed_back = True
-        if state.charged is not None:
-            self.placer.admission.shares.give_back(tenant_of(state.request), state.tokens)
-            state.charged = None
-
     def failed(self, error: Retryable) -> None:
         """The try has failed: whoever is to blame is, and where the lease is not it is kept."""
         self.state.fail(error)
@@ -137,8 +128,7 @@ class Placement:
             if lease is not None and isinstance(error, WorkerLost):
                 fleet.lost_lease(lease.fence.instance, error)
             self.drop_lease()
-            if late:
-                self._handed_back()
+            self.state.handed_back |= late
             return
         self._begun = True
         instance, decode = worker.status.instance, lease.fence.instance

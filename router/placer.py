@@ -93,6 +93,7 @@ class Placer:
         """Wait for a place in the queue. None: it asks for something else now, and has to queue up again."""
         degraded = state.degraded
         async with self.admission.enter(self._claim(state)) as ticket:
+            state.admitted = True
             while state.degraded == degraded:
                 await self.admission.turn(ticket)
                 granted: bool | None = None  # a request that is refused, or leaves, has not found workers full
@@ -111,14 +112,13 @@ class Placer:
 
     def _claim(self, state: RequestState) -> Claim:
         """What the request asks for, as far as it keeps others back that ask for as much."""
-        request, build, again = state.request, state.required_build, bool(state.attempts)
+        request, build, tenant = state.request, state.required_build, tenant_of(state.request)
         priority = CONTINUATION if state.generated else request.priority
         single = request.sampling.max_tokens - len(state.generated) == 1
-        known = self.service_class(state).name  # classes wait for other things: one of them for shorter queues
-        kind = build, tpot_bin(state), single, known
+        kind = build, tpot_bin(state), single, self.service_class(state).name  # one class waits for shorter queues
         charge = 0 if state.charged == len(state.generated) else state.tokens  # it has brought nothing since
         pressing = (lambda: state.pressing(self.fleet.clock())) if state.generated or request.slo.ttft_ms else None
-        return Claim(priority, tenant_of(request), state.tokens, kind, request.service_class, charge, pressing, again)
+        return Claim(priority, tenant, state.tokens, kind, request.service_class, charge, pressing, state.admitted)
 
     def _waited(self, state: RequestState, search: RoomSearch, patience: float, by_deadline: bool) -> MillraceError:
         """Why the request had no place in the end."""

@@ -94,6 +94,7 @@ class RequestState:
     passed_over: list[tuple[str, str]] = field(default_factory=list)  # workers that gave no lease, and why
     promised: Request | None = None  # as it was before it went on without its objectives
     sheddable: bool = False  # late, it is refused by its class, or goes on without its objectives
+    admitted: bool = False  # to a queue, at some time
     handed_back: bool = False  # a worker has ended it so: once is enough
     split_asked: bool = False  # prefill and decode by two workers was decided at some time
     block_keys: dict[tuple[str, int], list[bytes]] = field(default_factory=dict)  # by fingerprint and block size

@@ -40,11 +40,6 @@ class FairShares:
         self._last = max(self._last, served)
         self._served[tenant] = served + tokens
 
-    def give_back(self, tenant: str, tokens: float) -> None:
-        """It was charged for these, and was not served them. What it saves by that ends when it comes back."""
-        if tenant in self._served:
-            self._served[tenant] = max(0.0, self._served[tenant] - tokens)
-
     def _forget(self, needed: Collection[str]) -> None:
         """One that was served longest ago and does not wait: what those have had who wait is known."""
         oldest = next((tenant for tenant in self._served if tenant not in needed), None)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefill.scheduler import PrefillScheduler
 from prefill.worker import LOOK_SECONDS, RESTED_LOOKS
 from serving.engine.ageing import ends_late
 from serving.engine.sequence import SequenceState
@@ -34,12 +33,6 @@ async def prefill() -> AsyncIterator[Prefill]:
     made = Prefill()
     yield made
     assert made.idle() and made.kv.unaccounted([]) == 0
-
-
-@pytest.fixture
-def left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another prompt is before each."""
-    monkeypatch.setattr(PrefillScheduler, "is_next", lambda *_: False)
 
 
 @given(left=st.one_of(st.none(), st.floats()), sheddable=st.booleans(), generated=st.sampled_from([(), (1,)]))
@@ -110,7 +103,6 @@ async def test_others_wait_on(prefill: Prefill, granted: bool, fields: dict[str,
     await asked.left()
 
 
-@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("granted", [False, True])
 async def test_what_has_begun_ends_once_it_rests(prefill: Prefill, granted: bool) -> None:
     """A chunk of it is computed; nothing may have been handed over yet."""
@@ -125,7 +117,6 @@ async def test_what_has_begun_ends_once_it_rests(prefill: Prefill, granted: bool
     await asked.is_late()
 
 
-@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("granted", [False, True])
 async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Prefill, granted: bool) -> None:
     asked = Asked(prefill, granted)
@@ -147,7 +138,6 @@ async def test_what_is_in_a_step_does_not_end_however_long_it_lasts(prefill: Pre
     await asked.is_late()
 
 
-@pytest.mark.usefixtures("left_aside")
 async def test_one_that_no_look_sees_in_a_step_but_that_goes_on_does_not_end(prefill: Prefill) -> None:
     """A chunk of 8 now and then, in steps that are over before the next look."""
     asked = Asked(prefill, granted=False, prompt=list(range(60)))
@@ -162,35 +152,7 @@ async def test_one_that_no_look_sees_in_a_step_but_that_goes_on_does_not_end(pre
     await asked.is_late()
 
 
-async def test_one_that_is_next_goes_on_however_little_steps_take_of_it_and_one_that_others_pass_ends(
-    prefill: Prefill,
-) -> None:
-    """Steps leave prompts nothing for a while where decodes are short of time: nobody has left it aside."""
-    asked = Asked(prefill, granted=False, prompt=list(range(60)))
-    await asked.passes(DUE / 2)
-    prefill.step()
-    await asked.passes(DUE)
-    await asked.is_looked_at(4 * RESTED)
-    assert not asked.running.done()
-    other = Asked(prefill, granted=False, sheddable=False)
-    await rest()
-    prefill.prefilling.queue.reverse()  # as an order sorts it
-    arriving = prefill.prefilling.queue[0].incoming
-    arriving.arrival = object()
-    await asked.is_looked_at(4 * RESTED)
-    assert not asked.running.done(), "no step would take the other one yet"
-    arriving.arrival = None
-    await asked.is_looked_at(RESTED - 2 * LOOK_SECONDS)
-    assert not asked.running.done()
-    await asked.is_looked_at(3 * LOOK_SECONDS)
-    with pytest.raises(Preempted):
-        await asyncio.wait_for(asked.running, HANGS)
-    other.running.cancel()
-    await asyncio.gather(other.running, return_exceptions=True)
-
-
-@pytest.mark.usefixtures("left_aside")
-async def test_a_process_that_stands_still_has_not_left_it_aside(prefill: Prefill) -> None:
+async def test_a_process_that_stands_still_leaves_nothing_aside(prefill: Prefill) -> None:
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)
     prefill.step()
@@ -201,7 +163,6 @@ async def test_a_process_that_stands_still_has_not_left_it_aside(prefill: Prefil
     await asked.left()
 
 
-@pytest.mark.usefixtures("left_aside")
 async def test_one_whose_first_token_is_on_its_way_does_not_end(prefill: Prefill) -> None:
     """It has rested, and what its last step brought out is delivered behind the next look."""
     asked = Asked(prefill, granted=False)
@@ -219,7 +180,6 @@ async def test_one_whose_first_token_is_on_its_way_does_not_end(prefill: Prefill
     assert prefill.prefill.late == 0
 
 
-@pytest.mark.usefixtures("left_aside")
 async def test_what_is_late_and_computed_has_its_first_token(prefill: Prefill) -> None:
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)
@@ -264,7 +224,6 @@ async def test_one_whose_prefix_was_asked_for_in_vain_ends_after_all(prefill: Pr
     await asked.is_late()
 
 
-@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("coming", [True, False])
 async def test_one_whose_prefix_has_come_rests_first_and_one_that_only_asks_ends_at_once(
     prefill: Prefill, coming: bool
@@ -286,7 +245,6 @@ async def test_one_whose_prefix_has_come_rests_first_and_one_that_only_asks_ends
     await asked.is_late()
 
 
-@pytest.mark.usefixtures("left_aside")
 @pytest.mark.parametrize("coming", [True, False])
 async def test_the_run_is_over_when_what_brings_its_prefix_is(prefill: Prefill, coming: bool) -> None:
     over = list[str]()
