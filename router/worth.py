@@ -22,8 +22,9 @@ def sheddable(known: ServiceClass, state: RequestState, decision: Decision) -> b
     A policy that predicts nothing would send it to the next queue; and choices that the client sees already would end
     with one that is refused.
     """
-    once = not state.handed_back
-    return once and decision.predicted is not None and state.request.alone and judged(known, state)
+    if state.handed_back or decision.predicted is None:
+        return False
+    return state.request.alone and judged(known, state)
 
 
 def welcome(known: ServiceClass, state: RequestState, demand: Demand, decision: Decision) -> bool:

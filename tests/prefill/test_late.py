@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from math import inf
 from typing import Any
@@ -313,17 +314,24 @@ async def test_no_look_outlives_its_prompt(prefill: Prefill) -> None:
 
 async def test_the_engine_plans_no_step_while_one_is_ended(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is in a step is asked, and it is taken out of the queue, under the engine's lock."""
-    owned, remove = list[bool](), prefill.prefilling.remove
+    may_plan, remove = list[bool](), prefill.prefilling.remove
+
+    def engine_plans() -> None:
+        may_plan.append(prefill.engine.lock.acquire(blocking=False))
+        if may_plan[-1]:
+            prefill.engine.lock.release()
 
     def watched(seq: SequenceState) -> None:
-        owned.append(prefill.engine.lock._is_owned())  # type: ignore[attr-defined]
+        asks = threading.Thread(target=engine_plans)
+        asks.start()
+        asks.join(HANGS)
         remove(seq)
 
     asked = Asked(prefill, granted=False)
     await asked.passes(DUE / 2)
     monkeypatch.setattr(prefill.prefilling, "remove", watched)
     await asked.passes(DUE)
-    assert owned[0]
+    assert may_plan[0] is False
     await asked.is_late()
 
 
