@@ -14,8 +14,7 @@ from serving.kernels import cpu
 from serving.kernels.layer_weights import MoeWeights
 from serving.model.decoder import Decoder
 
-SCREENED_ROWS = 8  # as in screen.h
-PARTS = 2  # INT8 rows that the screen multiplies for each row, as there
+PARTS = 2  # INT8 rows that the screen multiplies for each row, as in screen.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,11 @@ class MachineLimits:
         return max(needs.read / self.bandwidth, multiplying)
 
 
+def screened_rows(form: str) -> int:
+    """The most rows whose best tokens kernels of `form` find by a screen, as in screen.h."""
+    return 8 if form.startswith("avx512") else 4
+
+
 def product_kind(kv: cpu.Kind) -> cpu.Kind:
     """What attention multiplies: INT8 KV is widened to bfloat16 first."""
     return cpu.Kind.F32 if kv is cpu.Kind.F32 else cpu.Kind.BF16
@@ -56,7 +60,7 @@ def decode_needs(
     decoder, spec = forward.decoder, model.spec
     read = weight_bytes(model) + count * context * kv_bytes
     rows = [(decoder.head, count)]
-    if decoder.screen is not None and count <= SCREENED_ROWS:
+    if decoder.screen is not None and count <= screened_rows(decoder.kernels.form):
         read += decoder.screen.coarse.packed.nbytes - decoder.head.packed.nbytes
         rows = [(decoder.screen.coarse, count * PARTS)]
     for layer in decoder.layers:

@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from bench.cpu_floor import MachineLimits, StepNeeds, decode_needs
+from bench.cpu_floor import MachineLimits, StepNeeds, decode_needs, screened_rows
 from bench.cpu_kernels import Kinds, random_forward
 from deploy.cli import main
 from serving.kernels import cpu
@@ -44,10 +44,11 @@ def test_a_decode_step_reads_and_multiplies_what_it_has(kv: Kind) -> None:
     kernels = cpu.load(threads=1)
     assert kernels is not None
     model, forward, kv_bytes = random_forward(kernels, Kinds(Kind.INT8, kv), layers=1)
+    most = screened_rows(kernels.form)
     kernels.close()
     layer, head, context = 576 * (576 + 2 * 192) + 576 * 576 + 3 * 576 * 1536, 49152 * 576, 10
-    for count in (1, 8, 9, 32):
-        screened = count <= 8
+    for count in (1, most, most + 1, 32):
+        screened = count <= most
         expected = dict.fromkeys(Kind, 0.0)
         expected[Kind.INT8] = 2.0 * count * (layer + (2 * head if screened else 0))
         expected[Kind.BF16] = 0.0 if screened else 2.0 * count * head

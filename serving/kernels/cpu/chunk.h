@@ -84,6 +84,30 @@ INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, l
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// 8 rows of 8 words from `at` on, transposed: out[j][i] = rows[i][at + j], out rows 32 words apart.
+INLINE void transpose_8(const int32_t* const* rows, long at, int32_t* out) {
+    __m256 a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {  // words 0 to 3 of rows i and i + 4, then words 4 to 7
+        const float* const row = reinterpret_cast<const float*>(rows[i % 4] + at + i / 4 * 4);
+        const float* const other = reinterpret_cast<const float*>(rows[i % 4 + 4] + at + i / 4 * 4);
+        a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(row)), _mm_loadu_ps(other), 1);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        b[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+        const __m256d left = (__m256d)b[j / 4 * 4 + j / 2 % 2], right = (__m256d)b[j / 4 * 4 + j / 2 % 2 + 2];
+        _mm256_storeu_pd(reinterpret_cast<double*>(out + j * PANEL),
+                         j % 2 ? _mm256_unpackhi_pd(left, right) : _mm256_unpacklo_pd(left, right));
+    }
+}
+#endif
+
 // 16 rows of 16 words from `at` on, transposed: out[j][i] = rows[i][at + j], out rows 32 words apart.
 INLINE void transpose_16(const int32_t* const* rows, long at, int32_t* out) {
 #if defined(__AVX512F__)
@@ -116,6 +140,9 @@ INLINE void transpose_16(const int32_t* const* rows, long at, int32_t* out) {
         _mm512_storeu_si512(out + (4 + i) * PANEL, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0x88));
         _mm512_storeu_si512(out + (12 + i) * PANEL, _mm512_shuffle_i32x4(b[4 + i], b[12 + i], 0xdd));
     }
+#elif defined(__AVX2__)
+    for (int w = 0; w < 16; w += 8)
+        for (int r = 0; r < 16; r += 8) transpose_8(rows + r, at + w, out + w * PANEL + r);
 #else
     for (long r = 0; r < 16; ++r)
         for (long w = 0; w < 16; ++w) out[w * PANEL + r] = rows[r][at + w];
@@ -155,15 +182,22 @@ struct Interleaved {
 constexpr Interleaved INTERLEAVED;
 #endif
 
-// Dimensions [d, d + 32) of two keys side by side: lane j of right[v] holds dimension d + v LANES + j of both.
-INLINE void pair_values(const uint16_t* even, const uint16_t* odd, long d, vi* right) {
+// Vector v of dimensions [d, d + 32) of two keys side by side: lane j holds dimension d + v LANES + j of both.
+INLINE vi pair_values(const uint16_t* even, const uint16_t* odd, long d, int v) {
 #if defined(__AVX512BW__)
-    const __m512i a = _mm512_loadu_si512(even + d), b = _mm512_loadu_si512(odd + d);
-    for (int v = 0; v < NV; ++v)
-        right[v] = (vi)_mm512_permutex2var_epi16(a, _mm512_load_si512(INTERLEAVED.half[v]), b);
+    return (vi)_mm512_permutex2var_epi16(_mm512_loadu_si512(even + d), _mm512_load_si512(INTERLEAVED.half[v]),
+                                         _mm512_loadu_si512(odd + d));
 #else
-    for (int v = 0; v < NV; ++v)
-        right[v] = (vi)(load_halves(even + d + v * LANES) | load_halves(odd + d + v * LANES) << 16);
+    return (vi)(load_halves(even + d + v * LANES) | load_halves(odd + d + v * LANES) << 16);
+#endif
+}
+
+// The same as the right side of a product.
+INLINE DotBf16::Right pair_right(const uint16_t* even, const uint16_t* odd, long d, int v) {
+#if defined(__AVX512BW__)
+    return DotBf16::right(pair_values(even, odd, d, v));
+#else
+    return {bits((vi)(load_halves(even + d + v * LANES) << 16)), bits((vi)(load_halves(odd + d + v * LANES) << 16))};
 #endif
 }
 
@@ -179,11 +213,8 @@ INLINE void pack_values_bf16(const KvPlanes& kv, const PackedChunk& s, Ahead& ah
         const uint16_t *even = values_of(s, i), *odd = values_of(s, i + 1);
         int32_t* out = s.v + (i / 2) * PANEL;
         long d = 0;
-        for (; d + PANEL <= dim; d += PANEL, out += (CHUNK / 2) * PANEL) {
-            vi right[NV];
-            pair_values(even, odd, d, right);
-            for (int v = 0; v < NV; ++v) *reinterpret_cast<vi_at*>(out + v * LANES) = right[v];
-        }
+        for (; d + PANEL <= dim; d += PANEL, out += (CHUNK / 2) * PANEL)
+            for (int v = 0; v < NV; ++v) *reinterpret_cast<vi_at*>(out + v * LANES) = pair_values(even, odd, d, v);
         for (; d + LANES <= dim; d += LANES)
             *reinterpret_cast<vi_at*>(out + d % PANEL) = (vi)(load_halves(even + d) | load_halves(odd + d) << 16);
         for (; d < dim; ++d) out[d % PANEL] = int32_t(even[d] | uint32_t(odd[d]) << 16);
@@ -192,27 +223,18 @@ INLINE void pack_values_bf16(const KvPlanes& kv, const PackedChunk& s, Ahead& ah
 
 // out[r][0:32 PANELS] = p[r] . values from dimension d on, for the keys of `words` words, as they lie: what a tile over
 // packed values gives, for rows so few that packing would cost more.
-template <class Dot, int ROWS, int PANELS>
+template <int ROWS, int PANELS>
 void tile_values(const int32_t* p, const PackedChunk& s, long d, long words, Ahead& ahead, int32_t* out, long ldo) {
     const long fetched = ahead.each(words);
-    vi acc[ROWS][PANELS * NV] = {};
-    for (long k = 0; k < words; ++k) {
-        if (fetched) ahead.fetch(fetched);
-        const uint16_t *even = values_of(s, 2 * k), *odd = values_of(s, 2 * k + 1);
-        vi right[PANELS * NV];
-#pragma GCC unroll 2
-        for (int j = 0; j < PANELS; ++j) pair_values(even, odd, d + j * PANEL, right + j * NV);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const typename Dot::Left left = Dot::left(p[r * CHUNK + k]);
-#pragma GCC unroll 16
-            for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = Dot::step(acc[r][j], left, right[j]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
+    walk<DotBf16, ROWS, PANELS * NV, false>(
+        p, CHUNK, words, out, ldo,
+        [&](long k) {
+            const uint16_t *even = values_of(s, 2 * k) + d, *odd = values_of(s, 2 * k + 1) + d;
+            return [=](int j) { return pair_right(even, odd, (j / NV) * PANEL, j % NV); };
+        },
+        [&](long) {
+            if (fetched) ahead.fetch(fetched);
+        });
 }
 
 typedef void (*ValueTile)(const int32_t*, const PackedChunk&, long, long, Ahead&, int32_t*, long);
@@ -220,7 +242,7 @@ typedef void (*ValueTile)(const int32_t*, const PackedChunk&, long, long, Ahead&
 template <int PANELS, int... ROWS_LESS_1>
 INLINE ValueTile pick_values(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
     static constexpr ValueTile tiles[] = {
-        tile_values<DotBf16, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+        tile_values<ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
     return tiles[rows - 1];
 }
 

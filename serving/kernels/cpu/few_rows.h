@@ -119,35 +119,19 @@ template <bool FETCHES, int ROWS, int PANELS>
 __attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const* values, long at, long keys,
                                           const Share& share, long line0, int32_t* out, long ldo) {
     constexpr int LINES = FETCHES ? 2 * PANELS : 0;
-    const long words = words_of(KIND_BF16, keys);
-    vi acc[ROWS][PANELS * NV];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = load(out + r * ldo + j * LANES);
-    for (long unit = 0; unit < words; unit += UNIT_WORDS) {
-        const char* from = share.part[unit / UNIT_WORDS] + line0 * LINE;
-        for (long k = unit; k < least(unit + UNIT_WORDS, words); ++k, from += LINES * LINE) {
-            for (int line = 0; line < LINES; ++line) __builtin_prefetch(from + line * LINE, 0, 3);
-            const auto half = [&](long key) {
-                return reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at);
-            };
+    const auto half = [&](long key) {
+        return reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at);
+    };
+    walk<DotBf16, ROWS, PANELS * NV, true>(
+        p, CHUNK, words_of(KIND_BF16, keys), out, ldo,
+        [&](long k) {
             const uint16_t *even = half(2 * k), *odd = 2 * k + 1 < keys ? half(2 * k + 1) : NO_VALUES;
-            vi right[PANELS * NV];
-#pragma GCC unroll 2
-            for (int j = 0; j < PANELS; ++j) pair_values(even, odd, j * PANEL, right + j * NV);
-#pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
-                const DotBf16::Left left = DotBf16::left(p[r * CHUNK + k]);
-#pragma GCC unroll 16
-                for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = DotBf16::step(acc[r][j], left, right[j]);
-            }
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
+            return [=](int j) { return pair_right(even, odd, (j / NV) * PANEL, j % NV); };
+        },
+        [&](long k) {
+            const char* const from = share.part[k / UNIT_WORDS] + (line0 + k % UNIT_WORDS * LINES) * LINE;
+            for (int line = 0; line < LINES; ++line) __builtin_prefetch(from + line * LINE, 0, 3);
+        });
 }
 
 typedef void (*AddValues)(const int32_t*, const int32_t* const*, long, long, const Share&, long, int32_t*, long);

@@ -5,22 +5,10 @@
 // words, B panels of 32 columns.
 #pragma once
 
-#include <utility>
-
-#include "abi.h"
 #include "soon.h"
+#include "tile.h"
 
 namespace {
-
-constexpr int PANEL = 32;             // output channels a panel
-constexpr int NV = PANEL / LANES;     // vectors a panel row
-#if defined(__AVX512F__)
-constexpr int TILE_ROWS = 12;         // 12 x 2 accumulators of 32 registers
-#elif defined(__AVX2__)
-constexpr int TILE_ROWS = 3;          // 3 x 4 of 16
-#else
-constexpr int TILE_ROWS = 2;
-#endif
 
 // Encoded activation rows, ready to multiply: `words` 32-bit words a row.
 struct Rows {
@@ -31,129 +19,7 @@ struct Rows {
     int32_t* row(long i) const { return data + i * words; }
 };
 
-INLINE int per_word(int kind) { return kind == KIND_INT8 ? 4 : kind == KIND_BF16 ? 2 : 1; }
-INLINE long words_of(int kind, long n) { return (n + per_word(kind) - 1) / per_word(kind); }
-
-// ---- the three dot products: acc[j] += a_word . b_word[j] ----------------------------------------------------------
-
-struct DotF32 {
-    struct Left { vf value; };
-    static INLINE Left left(int32_t word) { return {bits(splat(word))}; }
-    static INLINE vi step(vi acc, Left a, vi b) { return bits(fma(a.value, bits(b), bits(acc))); }
-};
-
-struct DotBf16 {
-#if defined(__AVX512BF16__)
-    struct Left { vi value; };
-    static INLINE Left left(int32_t word) { return {splat(word)}; }
-    static INLINE vi step(vi acc, Left a, vi b) {
-        return (vi)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a.value, (__m512bh)b);
-    }
-#else
-    struct Left { vf low, high; };
-    static INLINE Left left(int32_t word) {
-        return {bits(splat(int32_t(uint32_t(word) << 16))), bits(splat(int32_t(word & 0xffff0000)))};
-    }
-    static INLINE vi step(vi acc, Left a, vi b) {
-        const vf sum = fma(a.low, bits(b << 16), bits(acc));
-        return bits(fma(a.high, bits(b & int32_t(0xffff0000)), sum));
-    }
-#endif
-};
-
-struct DotInt8 {
-#if defined(__AVX512VNNI__)
-    struct Left { vi value; };  // activations shifted by +128 to unsigned bytes
-    static INLINE Left left(int32_t word) { return {splat(word)}; }
-    static INLINE vi step(vi acc, Left a, vi b) {
-        return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a.value, (__m512i)b);
-    }
-#elif defined(__AVX2__)
-    struct Left { __m256i value; };
-    static INLINE Left left(int32_t word) { return {_mm256_set1_epi32(word)}; }
-    static INLINE vi step(vi acc, Left a, vi b) {  // |b| <= 128 and |a| <= 127 keep each pair of products in int16
-        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)b), _mm256_sign_epi8(a.value, (__m256i)b));
-        return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
-#else
-    struct Left { int32_t byte[4]; };
-    static INLINE Left left(int32_t word) {
-        return {{int8_t(word), int8_t(word >> 8), int8_t(word >> 16), int8_t(word >> 24)}};
-    }
-    static INLINE vi step(vi acc, Left a, vi b) {
-        acc += ((b << 24) >> 24) * a.byte[0] + ((b << 16) >> 24) * a.byte[1];
-        return acc + ((b << 8) >> 24) * a.byte[2] + (b >> 24) * a.byte[3];
-    }
-#endif
-};
-
-#if defined(__AVX512VNNI__)
-constexpr int32_t UNSIGNED_SHIFT = 128;  // what int8 activations are stored with added
-#else
-constexpr int32_t UNSIGNED_SHIFT = 0;
-#endif
-
 constexpr long AHEAD = 2048;              // words of weights fetched ahead of use; panels follow one another
-constexpr int PAIR_ROWS = TILE_ROWS / 2;  // up to here two panels at a time keep the multipliers busy
-
-// out[r][0:32] = A[r] . panel for ROWS rows; raw accumulators (int32, or float32 bits). With PANELS = 2 the next panel,
-// `apart` words further on, goes to out[r][32:64]. Meanwhile LINES cache lines for each word of inputs are fetched from
-// `ahead` on, into the second cache: what is on its way there leaves the first one's few places to what is used now.
-template <class Dot, int ROWS, int PANELS, int LINES>
-void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, const int32_t* ahead, int32_t* out,
-          long ldo) {
-    vi acc[ROWS][PANELS * NV] = {};
-    for (long k = 0; k < words; ++k, b += PANEL, ++a, ahead += LINES * 16) {
-        for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * 16, 0, 2);
-        vi right[PANELS * NV];
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * NV; ++j) right[j] = load(b + (j / NV) * apart + (j % NV) * LANES);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; ++r) {
-            const typename Dot::Left left = Dot::left(a[r * lda]);
-#pragma GCC unroll 16
-            for (int j = 0; j < PANELS * NV; ++j) acc[r][j] = Dot::step(acc[r][j], left, right[j]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 16
-        for (int j = 0; j < PANELS * NV; ++j) *reinterpret_cast<vi_at*>(out + r * ldo + j * LANES) = acc[r][j];
-}
-
-typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, const int32_t*, int32_t*, long);
-
-// The tile of so many rows; of more than PAIR_ROWS there is only that of one panel.
-template <class Dot, int PANELS, int LINES, int... ROWS_LESS_1>
-INLINE Tile pick(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr Tile tiles[] = {tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1), LINES>...};
-    return tiles[rows - 1];
-}
-
-template <class Dot, int PANELS, int LINES>
-INLINE Tile pick(long rows) {
-    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, TILE_ROWS>());
-}
-
-template <int LINES>
-Tile tile_for(int kind, long rows) {
-    if (kind == KIND_INT8) return pick<DotInt8, 1, LINES>(rows);
-    return kind == KIND_BF16 ? pick<DotBf16, 1, LINES>(rows) : pick<DotF32, 1, LINES>(rows);
-}
-
-// out [rows][32 * panels] = A . panels, `apart` words from one to the next; rows at most TILE_ROWS. For float kinds.
-INLINE void multiply(int kind, long rows, const int32_t* a, long lda, const int32_t* b, long apart, long words,
-                     long panels, float* out, long ldo) {
-    int32_t* raw = reinterpret_cast<int32_t*>(out);
-    long panel = 0;
-    if (rows <= PAIR_ROWS) {
-        const Tile pair = kind == KIND_BF16 ? pick<DotBf16, 2, 0>(rows) : pick<DotF32, 2, 0>(rows);
-        for (; panel + 2 <= panels; panel += 2)
-            pair(a, lda, b + panel * apart, apart, words, nullptr, raw + panel * PANEL, ldo);
-    }
-    const Tile one = tile_for<0>(kind, rows);
-    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, nullptr, raw + panel * PANEL, ldo);
-}
 
 // ---- from accumulators to outputs ----------------------------------------------------------------------------------
 
@@ -291,7 +157,7 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
                   Soon* soon = nullptr, long until = 0) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
-    const long tiles = (count + TILE_ROWS - 1) / TILE_ROWS;
+    const long height = w.kind == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS, tiles = (count + height - 1) / height;
     alignas(64) int32_t raw[TILE_ROWS * PANEL];
     for (long panel = panel0; panel < panel1; ++panel) {
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;

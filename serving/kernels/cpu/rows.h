@@ -29,6 +29,7 @@ INLINE float quantize(const float* x, long n, int8_t* out, int32_t shift) {
 
 INLINE void to_bf16_row(const float* x, long n, uint16_t* out) {
     long i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) store_bf16_pair(out + i, load(x + i), load(x + i + LANES));
     for (; i + LANES <= n; i += LANES) store_bf16(out + i, load(x + i));
     for (; i < n; ++i) out[i] = to_bf16(x[i]);
 }

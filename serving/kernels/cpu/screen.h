@@ -10,7 +10,12 @@
 
 namespace {
 
-constexpr long SCREENED_ROWS = 8;  // of more rows products take longer than reading, and int8 has as many of them
+// Of more rows products take longer than reading, and int8 has as many of them.
+#if defined(__AVX512VNNI__)
+constexpr long SCREENED_ROWS = 8;
+#else
+constexpr long SCREENED_ROWS = 4;
+#endif
 constexpr int PARTS = 2;           // int8 rows for a row
 constexpr int ROWS_A_TILE = TILE_ROWS / PARTS;
 constexpr float ROUNDING = 0x1p-22f;  // of a sum of products, for each of them: more than any form's

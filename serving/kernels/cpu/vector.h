@@ -163,12 +163,28 @@ INLINE vu load_halves(const uint16_t* p) {
 #endif
 }
 
+// In the low halves of lanes.
+INLINE vu rounded_bf16(vf v) {
+    const vu u = (vu)v;
+    return (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
 INLINE void store_bf16(uint16_t* p, vf v) {
 #if defined(__AVX512BF16__)
     *reinterpret_cast<vh_at*>(p) = (vh)_mm512_cvtneps_pbh((__m512)v);
 #else
-    const vu u = (vu)v;
-    *reinterpret_cast<vh_at*>(p) = __builtin_convertvector((u + 0x7fff + ((u >> 16) & 1)) >> 16, vh);
+    *reinterpret_cast<vh_at*>(p) = __builtin_convertvector(rounded_bf16(v), vh);
+#endif
+}
+
+// The low halves of one vector's lanes after the other's, whose high halves are zero.
+INLINE void store_halves_pair(uint16_t* p, vu first, vu second) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i halves = _mm256_packus_epi32((__m256i)first, (__m256i)second);  // of 128 bits each, in turns
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(halves, 0xd8));
+#else
+    *reinterpret_cast<vh_at*>(p) = __builtin_convertvector(first, vh);
+    *reinterpret_cast<vh_at*>(p + LANES) = __builtin_convertvector(second, vh);
 #endif
 }
 
@@ -177,8 +193,7 @@ INLINE void store_bf16_pair(uint16_t* p, vf first, vf second) {
 #if defined(__AVX512BF16__)
     _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #else
-    store_bf16(p, first);
-    store_bf16(p + LANES, second);
+    store_halves_pair(p, rounded_bf16(first), rounded_bf16(second));
 #endif
 }
 
@@ -204,10 +219,14 @@ INLINE vf load_int8(const int8_t* p) {
 // int8 numbers as bfloat16, which holds them exactly.
 INLINE void widen_int8(const int8_t* from, long n, uint16_t* to) {
     long i = 0;
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        const vf first = load_int8(from + i), second = load_int8(from + i + LANES);
 #if defined(__AVX512BF16__)
-    for (; i + 2 * LANES <= n; i += 2 * LANES)
-        store_bf16_pair(to + i, load_int8(from + i), load_int8(from + i + LANES));
+        store_bf16_pair(to + i, first, second);
+#else
+        store_halves_pair(to + i, (vu)first >> 16, (vu)second >> 16);
 #endif
+    }
     for (; i + LANES <= n; i += LANES) store_bf16(to + i, load_int8(from + i));
     for (; i < n; ++i) to[i] = to_bf16(from[i]);
 }

@@ -13,7 +13,7 @@ from serving.kernels.cpu import Kind, StepOutput
 from tests.serving.kernels.cpu.formulas import SmallDecoder
 from tests.serving.kernels.cpu.test_decoder import PROMPT, batch_of
 
-ROWS = [1, 2, 6, 7, 8, 9]  # of a tile, of two, and more than are screened
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # of a tile, of two, and more than are screened
 NEAR = 2.0**-7
 
 
@@ -57,7 +57,7 @@ def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
     near_ties(small.head.weight)
     plain, screen = small.build(kernels), kernels.screen(small.head.weight)
     none = replace(screen, missed=screen.missed.where(screen.missed.isinf(), 0.0), kept=torch.zeros_like(screen.kept))
-    batches = [batch_of([(0, PROMPT[first : first + 8])], all_rows=True) for first in range(0, 200, 8)]
+    batches = [batch_of([(0, PROMPT[first : first + 4])], all_rows=True) for first in range(0, 200, 4)]
     guessing = replace(plain, screen=none)
     pairs = [(guessing.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY)) for batch in batches]
     assert not all(torch.equal(guess, best) for guess, best in pairs)
@@ -79,7 +79,7 @@ def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(kernels: cpu.K
     small.head.weight[40, 3] = value
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
-    batch = batch_of([(0, PROMPT[:8])], all_rows=True)
+    batch = batch_of([(0, PROMPT[:4])], all_rows=True)
     expected = plain.step(batch, StepOutput.GREEDY)
     assert (-1 in expected.tolist()) == (abs(value) == torch.inf)
     assert torch.equal(screened.step(batch, StepOutput.GREEDY), expected)
@@ -91,8 +91,8 @@ def test_weights_that_a_product_takes_for_nothing_are_told_apart_as_it_does(kern
     small.final_norm.mul_(1e15)
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
-    for first in range(0, 200, 8):
-        batch = batch_of([(0, PROMPT[first : first + 8])], all_rows=True)
+    for first in range(0, 200, 4):
+        batch = batch_of([(0, PROMPT[first : first + 4])], all_rows=True)
         assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
 
