@@ -11,7 +11,7 @@
 namespace {
 
 // Of more rows products take longer than reading, and int8 has as many of them.
-#if defined(__AVX512VNNI__)
+#if defined(MILLRACE_DOTS_BYTES)
 constexpr long SCREENED_ROWS = 8;
 #else
 constexpr long SCREENED_ROWS = 4;

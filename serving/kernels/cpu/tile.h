@@ -67,12 +67,10 @@ struct DotInt8 {
     static constexpr bool WIDENS = false;
     typedef vi Right;
     static INLINE Right right(vi words) { return words; }
-#if defined(__AVX512VNNI__)
+#if defined(MILLRACE_DOTS_BYTES)
     struct Left { vi value; };  // activations shifted by +128 to unsigned bytes
     static INLINE Left left(int32_t word) { return {splat(word)}; }
-    static INLINE vi step(vi acc, Left a, Right b) {
-        return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a.value, (__m512i)b);
-    }
+    static INLINE vi step(vi acc, Left a, Right b) { return dot_bytes(acc, a.value, b); }
 #elif defined(__AVX2__)
     struct Left { __m256i value; };
     static INLINE Left left(int32_t word) { return {_mm256_set1_epi32(word)}; }
@@ -92,7 +90,7 @@ struct DotInt8 {
 #endif
 };
 
-#if defined(__AVX512VNNI__)
+#if defined(MILLRACE_DOTS_BYTES)
 constexpr int32_t UNSIGNED_SHIFT = 128;  // what int8 activations are stored with added
 #else
 constexpr int32_t UNSIGNED_SHIFT = 0;
