@@ -229,7 +229,7 @@ struct Step {
     void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread,
                 Soon* soon = nullptr) const {
         const long count = panels_of(w), until = share(count, thread, threads).last;
-        const int at_once = rows > TILE_ROWS ? 1 : PANELS_OF_FEW;
+        const int at_once = rows > tile_rows(w.kind) ? 1 : PANELS_OF_FEW;
         const Portions now = portions_now(thread);
         for (Span mine = now.next(count, at_once, thread); mine.first < mine.last;
              mine = now.next(count, at_once, thread))
@@ -238,7 +238,7 @@ struct Step {
     }
 
     // Whether linear layers have tiles enough to fetch some of the KV that attention will read.
-    bool fetches_kv() const { return !blocks && batch.tokens_count > 2 * TILE_ROWS; }
+    bool fetches_kv() const { return !blocks && batch.tokens_count > 2 * tile_rows(model.layer[0].qkv.kind); }
 
     // Where this thread's share of the KV lies.
     void find_kv(int thread) const {

@@ -157,7 +157,7 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
                   Soon* soon = nullptr, long until = 0) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
-    const long height = w.kind == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS, tiles = (count + height - 1) / height;
+    const long height = tile_rows(w.kind), tiles = (count + height - 1) / height;
     alignas(64) int32_t raw[TILE_ROWS * PANEL];
     for (long panel = panel0; panel < panel1; ++panel) {
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;

@@ -28,6 +28,7 @@ constexpr int TILE_ROWS_F32 = 2;
 constexpr int ACCUMULATORS = 16;
 #endif
 
+INLINE long tile_rows(int kind) { return kind == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS; }
 INLINE int per_word(int kind) { return kind == KIND_INT8 ? 4 : kind == KIND_BF16 ? 2 : 1; }
 INLINE long words_of(int kind, long n) { return (n + per_word(kind) - 1) / per_word(kind); }
 

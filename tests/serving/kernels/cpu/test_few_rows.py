@@ -23,6 +23,11 @@ SHAPES = [
     (12, 2, 96, 24, 1),
     (14, 2, 32, 4, 1),
     (2, 2, 32, 1, 2),
+    (2, 1, 64, 16, 1),  # two panels at a time
+    (2, 2, 64, 16, 2),
+    (5, 1, 64, 16, 1),  # a tile of rows where one has five
+    (2, 2, 96, 16, 5),
+    (80, 16, 64, 16, 1),  # and more of all heads than there is room for
 ]
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.cpu_floor import screened_rows
 from serving.kernels import cpu
 from serving.kernels.cpu import Kind, StepOutput
+from serving.kernels.cpu.build import SOURCES, X86_FORMS
 from tests.serving.kernels.cpu.formulas import SmallDecoder
 from tests.serving.kernels.cpu.test_decoder import PROMPT, batch_of
 
@@ -51,13 +54,22 @@ def test_the_best_token_is_the_heads_own(kernels: cpu.Kernels, change: object, r
         assert torch.equal(screened.step(batch), logits)
 
 
+def test_the_bench_knows_how_many_rows_are_screened() -> None:
+    """A screen of more rows would give the same tokens, and a floor that is none."""
+    text = (SOURCES / "screen.h").read_text()
+    dots_bytes, others = map(int, re.findall(r"SCREENED_ROWS = (\d+);", text))
+    for form in {**X86_FORMS, "plain": ()}:
+        assert screened_rows(form) == (dots_bytes if "vnni" in form or "bf16" in form else others), form
+
+
 def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
     """Else the numbers above would hold nothing against it."""
     small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
     near_ties(small.head.weight)
     plain, screen = small.build(kernels), kernels.screen(small.head.weight)
     none = replace(screen, missed=screen.missed.where(screen.missed.isinf(), 0.0), kept=torch.zeros_like(screen.kept))
-    batches = [batch_of([(0, PROMPT[first : first + 4])], all_rows=True) for first in range(0, 200, 4)]
+    rows = screened_rows(kernels.form)
+    batches = [batch_of([(0, PROMPT[first : first + rows])], all_rows=True) for first in range(0, 200, rows)]
     guessing = replace(plain, screen=none)
     pairs = [(guessing.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY)) for batch in batches]
     assert not all(torch.equal(guess, best) for guess, best in pairs)
@@ -79,7 +91,7 @@ def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(kernels: cpu.K
     small.head.weight[40, 3] = value
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
-    batch = batch_of([(0, PROMPT[:4])], all_rows=True)
+    batch = batch_of([(0, PROMPT[: screened_rows(kernels.form)])], all_rows=True)
     expected = plain.step(batch, StepOutput.GREEDY)
     assert (-1 in expected.tolist()) == (abs(value) == torch.inf)
     assert torch.equal(screened.step(batch, StepOutput.GREEDY), expected)
@@ -91,8 +103,9 @@ def test_weights_that_a_product_takes_for_nothing_are_told_apart_as_it_does(kern
     small.final_norm.mul_(1e15)
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
-    for first in range(0, 200, 4):
-        batch = batch_of([(0, PROMPT[first : first + 4])], all_rows=True)
+    rows = screened_rows(kernels.form)
+    for first in range(0, 200, rows):
+        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
         assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
 
