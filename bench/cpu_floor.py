@@ -40,7 +40,7 @@ class MachineLimits:
 
 def screened_rows(form: str) -> int:
     """The most rows whose best tokens kernels of `form` find by a screen, as in screen.h."""
-    return 4 if form in ("avx2", "plain") else 8
+    return 8 if form.startswith("avx512") else 4
 
 
 def product_kind(kv: cpu.Kind) -> cpu.Kind:

@@ -36,13 +36,7 @@ COMMON = (
     "-Wno-psabi",
 )
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma")
-AVX2 = ("-mavx2", "-mfma")
-X86_FORMS = {
-    "avx512_bf16": (*AVX512, "-mavx512bf16"),
-    "avx512_vnni": AVX512,
-    "avx_vnni": (*AVX2, "-mavxvnni"),
-    "avx2": AVX2,
-}
+X86_FORMS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512_vnni": AVX512, "avx2": ("-mavx2", "-mfma")}
 
 
 class BuildError(RuntimeError):

@@ -1,9 +1,6 @@
 // What Python calls besides the operations of form.cpp: the forms this CPU runs, contexts, and packing.
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
 
 #include "form.h"
 
@@ -19,14 +16,6 @@ bool avx512_vnni() {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
-
-bool avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-
-// Leaf 7, subleaf 1, EAX bit 4 (Intel, "Architecture Instruction Set Extensions", AVX-VNNI).
-bool avx_vnni() {
-    unsigned a, b, c, d;
-    return avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
-}
 #endif
 
 // Best first.
@@ -34,8 +23,7 @@ const Candidate CANDIDATES[] = {
 #if defined(__x86_64__)
     {"avx512_bf16", [] { return avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }},
     {"avx512_vnni", avx512_vnni},
-    {"avx_vnni", avx_vnni},
-    {"avx2", avx2},
+    {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"plain", [] { return true; }},
 };

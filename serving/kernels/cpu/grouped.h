@@ -32,8 +32,8 @@ INLINE vi load_bytes(const int8_t* p, long n) {
 // acc += a . w, four products to a lane. With VNNI weights are taken for unsigned: 128 more than they are each, so that
 // a sum is `surplus` of its row too large.
 INLINE vi multiply_bytes(vi acc, vi a, vi w) {
-#if defined(MILLRACE_DOTS_BYTES)
-    return dot_bytes(acc, w ^ splat(int32_t(0x80808080u)), a);
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)(w ^ splat(int32_t(0x80808080u))), (__m512i)a);
 #elif defined(__AVX2__)
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8((__m256i)w), _mm256_sign_epi8((__m256i)a, (__m256i)w));
     return acc + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -90,7 +90,7 @@ INLINE Vector taken(const void* from) {
 }
 
 INLINE uint32_t surplus_of(const int8_t* row, long n) {
-#if defined(MILLRACE_DOTS_BYTES)
+#if defined(__AVX512VNNI__)
     uint32_t sum = 0;
     for (long i = 0; i < n; ++i) sum += uint32_t(int32_t(row[i]));
     return sum * 128u;

@@ -10,9 +10,9 @@
 
 namespace {
 
-// Of more rows products take longer than reading the head, and a screen has two of int8 for each of bfloat16: quicker
-// by half together where one instruction dots bytes, and not even as quick elsewhere.
-#if defined(MILLRACE_DOTS_BYTES)
+// Of more rows products take longer than reading the head, and a screen has two of int8 for each of bfloat16: not even
+// as quick without VNNI.
+#if defined(__AVX512VNNI__)
 constexpr long SCREENED_ROWS = 8;
 #else
 constexpr long SCREENED_ROWS = 4;

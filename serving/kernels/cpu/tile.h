@@ -68,10 +68,12 @@ struct DotInt8 {
     static constexpr bool WIDENS = false;
     typedef vi Right;
     static INLINE Right right(vi words) { return words; }
-#if defined(MILLRACE_DOTS_BYTES)
+#if defined(__AVX512VNNI__)
     struct Left { vi value; };  // activations shifted by +128 to unsigned bytes
     static INLINE Left left(int32_t word) { return {splat(word)}; }
-    static INLINE vi step(vi acc, Left a, Right b) { return dot_bytes(acc, a.value, b); }
+    static INLINE vi step(vi acc, Left a, Right b) {
+        return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a.value, (__m512i)b);
+    }
 #elif defined(__AVX2__)
     struct Left { __m256i value; };
     static INLINE Left left(int32_t word) { return {_mm256_set1_epi32(word)}; }
@@ -91,7 +93,7 @@ struct DotInt8 {
 #endif
 };
 
-#if defined(MILLRACE_DOTS_BYTES)
+#if defined(__AVX512VNNI__)
 constexpr int32_t UNSIGNED_SHIFT = 128;  // what int8 activations are stored with added
 #else
 constexpr int32_t UNSIGNED_SHIFT = 0;

@@ -1,6 +1,6 @@
 // Vector types of the form being compiled and the few operations every kernel needs. It knows nothing of tensors.
 //
-// Each form (AVX-512 with VNNI and BF16, AVX2 with VNNI, AVX2, plain) is one translation unit over the same sources, told apart by
+// Each form (AVX-512 with VNNI and BF16, AVX2, plain) is one translation unit over the same sources, told apart by
 // the compiler's own feature macros. Everything lives in an unnamed namespace: an inline function compiled for
 // AVX-512 must never be the one the linker keeps for the plain form.
 #pragma once
@@ -77,18 +77,6 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 INLINE vi magnitude(vf a) { return bits(a) & 0x7fffffff; }  // as bits, in the order of magnitudes; then NaN
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#define MILLRACE_DOTS_BYTES
-// acc + four products a lane, of bytes of `left` without sign and of `right` with it, in one instruction.
-INLINE vi dot_bytes(vi acc, vi left, vi right) {
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)left, (__m512i)right);
-#else
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)left, (__m256i)right);
-#endif
-}
-#endif
 
 // Round to the nearest integer, ties to even, for |x| < 2^22: the constant pushes the fraction out of the mantissa.
 INLINE vi round_to_int(vf x) { return bits(x + 12582912.0f) - bits(splat(12582912.0f)); }

@@ -38,26 +38,6 @@ def compiler() -> str:
     return found
 
 
-def test_the_forms_that_run_here_are_those_the_kernel_tells_of() -> None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        pytest.skip("no /proc/cpuinfo")
-    library = open_library()
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), None)
-    if library is None or flags is None:
-        pytest.skip("no C++ compiler, or no x86")
-    avx512 = {"avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
-    needs = {
-        "avx512_bf16": {*avx512, "avx512_bf16"},
-        "avx512_vnni": avx512,
-        "avx_vnni": {"avx2", "fma", "avx_vnni"},
-        "avx2": {"avx2", "fma"},
-        "plain": set(),
-    }
-    assert forms(library) == [form for form, wanted in needs.items() if wanted <= flags]
-
-
 def test_builds_once_for_all_who_ask_together(small_sources: Path) -> None:
     lines: list[str] = []
     paths: list[Path] = []
