@@ -19,7 +19,7 @@ struct Rows {
     int32_t* row(long i) const { return data + i * words; }
 };
 
-constexpr long AHEAD = 2048;              // words of weights fetched ahead of use; panels follow one another
+constexpr long AHEAD = 2048;  // words of weights fetched ahead of use; panels follow one another
 
 // ---- from accumulators to outputs ----------------------------------------------------------------------------------
 

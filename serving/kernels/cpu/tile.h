@@ -127,7 +127,7 @@ struct WideRows {
 
     // Words from k on, of so many in all. Returns where those end that can be asked for now.
     INLINE long take(long k, long words) {
-        const long count = words - k < WORDS ? words - k : WORDS;
+        const long count = least(WORDS, words - k);
         first = k;
         for (int r = 0; r < ROWS; ++r) {
             const int32_t* const row = a + r * lda + k;
