@@ -38,6 +38,12 @@ class PrefillScheduler:
         self.queue: list[SequenceState] = []
 
     def add(self, seq: SequenceState) -> None:
+        """Queue it. What is cached of a prompt for a decode elsewhere is kept for it; a lease keeps its own.
+
+        On a worker that decodes nothing is: there, room is for leases.
+        """
+        if self.then is None and not seq.opened:
+            self.kv.hold(seq, headroom=self.wanted_blocks())
         self.order.arrived(seq, self.queue)
         self.queue.append(seq)
 
@@ -109,12 +115,26 @@ class PrefillScheduler:
     def _start(self, seq: SequenceState, now: float) -> bool:
         """See that the sequence has its blocks and the freshest prefix; False while there are no blocks for it."""
         if seq.prefill.scheduled_at is None:
-            try:
-                self.kv.begin(seq)
-            except NoRoom:
+            if not self._begun(seq):
                 return False
             seq.prefill.scheduled_at = now
         return True
+
+    def _begun(self, seq: SequenceState) -> bool:
+        """True if it has its blocks. Prompts behind it let go of what is only kept for them, the last ones first."""
+        behind = len(self.queue)
+        while True:
+            try:
+                self.kv.begin(seq)
+            except NoRoom:
+                behind -= 1
+                while self.queue[behind] is not seq and not _waits_with_prefix(self.queue[behind]):
+                    behind -= 1
+                if self.queue[behind] is seq:
+                    return False
+                self.kv.release(self.queue[behind])
+            else:
+                return True
 
     def stepped(self, seq: SequenceState) -> None:
         """Called with one token to go, the one just drawn, once the prompt is computed."""
@@ -139,6 +159,11 @@ class PrefillScheduler:
 
     def sequences(self) -> list[SequenceState]:
         return list(self.queue)
+
+
+def _waits_with_prefix(seq: SequenceState) -> bool:
+    """True if it has nothing but what is kept for it as it waits: what was promised to a lease is not."""
+    return seq.reserved > 0 and not seq.stays
 
 
 def _waits(seq: SequenceState, most: int) -> bool:

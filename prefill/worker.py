@@ -241,10 +241,10 @@ class PrefillWorker:
             with self.engine.lock:
                 if seq.ended or self._runs[seq].done() or len(seq.tokens) > seq.start:
                     return  # what came of it is on its way
-                if seq.in_flight or seq.computed != seen or incoming.arrival is not None:  # what comes may be nothing
+                if seq.prefill.scheduled_at is None and incoming.arrival is None and not incoming.fetched:
+                    rested = RESTED_LOOKS  # what is cached of it was not computed for it
+                elif seq.in_flight or seq.computed != seen or incoming.arrival is not None:  # what comes may be nothing
                     rested, seen = 0, seq.computed
-                elif seq.prefill.scheduled_at is None and not incoming.fetched:
-                    rested = RESTED_LOOKS
                 else:
                     rested += 1
                 if rested < RESTED_LOOKS:

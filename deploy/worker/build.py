@@ -222,9 +222,8 @@ def assemble(
     kv = KVCacheManager(allocator, identity.fingerprint, offload, storing)
     slo = objectives_parts(role, config, meter.cost)
     decoding = decode_scheduler(kv, identity, config, parts.proposer)
-    prefilling = PrefillScheduler(
-        kv, decoding.add, both(cost.stepped, meter.stepped), order=slo.order, chunks=slo.chunks
-    )
+    then, measured = None if role is Role.PREFILL else decoding.add, both(cost.stepped, meter.stepped)
+    prefilling = PrefillScheduler(kv, then, measured, order=slo.order, chunks=slo.chunks)
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_of(identity, device_kv)(

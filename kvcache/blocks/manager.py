@@ -113,6 +113,14 @@ class KVCacheManager:
         else:
             self.open(seq)
 
+    def hold(self, seq: SequenceState, *, headroom: int = 0) -> None:
+        """Keep what is cached of a sequence that waits, as `open` does; nothing where nothing is, or there is no room.
+
+        `release` lets go of it again.
+        """
+        if self.known_blocks(seq) and not self.lacking(seq, headroom=headroom):
+            self.open(seq, headroom=headroom, waits=True)
+
     def refresh(self, waiting: Iterable[SequenceState]) -> None:
         """`rematch` those of these that wait with blocks reserved, where others have filled some of them."""
         for seq in waiting:

@@ -95,6 +95,21 @@ async def test_a_prompt_that_waits_ends_when_it_is_late(prefill: Prefill, grante
     assert prefill.runner.counts == []
 
 
+async def test_what_is_cached_of_it_was_not_computed_for_it(prefill: Prefill) -> None:
+    """It is kept while the prompt waits."""
+    before = Asked(prefill, granted=False)
+    await rest()
+    while not before.running.done():
+        prefill.step()
+        await rest()
+    asked = Asked(prefill, granted=False)
+    await asked.passes(DUE / 2)
+    assert prefill.prefilling.queue[0].computed == 8
+    await asked.passes(DUE / 2 + LOOK_SECONDS / 2)
+    assert asked.running.done()
+    await asked.is_late()
+
+
 @pytest.mark.parametrize("granted", [False, True])
 @pytest.mark.parametrize("fields", [{"sheddable": False}, {"first_token_in": -1.0}, {"generated": [7]}])
 async def test_others_wait_on(prefill: Prefill, granted: bool, fields: dict[str, Any]) -> None:
