@@ -43,7 +43,7 @@ class PrefillScheduler:
         On a worker that decodes nothing is: there, room is for leases.
         """
         if self.then is None and not seq.opened:
-            self.kv.hold(seq, headroom=self.wanted_blocks())
+            self.kv.keep_cached(seq)
         self.order.arrived(seq, self.queue)
         self.queue.append(seq)
 
@@ -121,20 +121,18 @@ class PrefillScheduler:
         return True
 
     def _begun(self, seq: SequenceState) -> bool:
-        """True if it has its blocks. Prompts behind it let go of what is only kept for them, the last ones first."""
-        behind = len(self.queue)
-        while True:
+        """True if it has its blocks now. Others let go of what is only kept for them, the last of the queue first.
+
+        Those before it too: it has its turn because they cannot go on.
+        """
+        for others in (self.queue, ()):
             try:
                 self.kv.begin(seq)
             except NoRoom:
-                behind -= 1
-                while self.queue[behind] is not seq and not _waits_with_prefix(self.queue[behind]):
-                    behind -= 1
-                if self.queue[behind] is seq:
-                    return False
-                self.kv.release(self.queue[behind])
+                self.kv.make_way(seq, (other for other in reversed(others) if other is not seq))
             else:
                 return True
+        return False
 
     def stepped(self, seq: SequenceState) -> None:
         """Called with one token to go, the one just drawn, once the prompt is computed."""
@@ -159,11 +157,6 @@ class PrefillScheduler:
 
     def sequences(self) -> list[SequenceState]:
         return list(self.queue)
-
-
-def _waits_with_prefix(seq: SequenceState) -> bool:
-    """True if it has nothing but what is kept for it as it waits: what was promised to a lease is not."""
-    return seq.reserved > 0 and not seq.stays
 
 
 def _waits(seq: SequenceState, most: int) -> bool:

@@ -82,21 +82,21 @@ class KVCacheManager:
         available beyond what is taken. Raises NoRoom and takes nothing when they do not. Of a sequence that `waits` for
         its turn the blocks to be written are reserved, and those cached in them are kept, until `begin` or `settle`.
         """
-        assert not seq.opened and seq.computed == 0
+        assert not seq.opened and (seq.waits_kept or seq.computed == 0)
         if self.host is not None and self.is_too_long(seq):
             host = self.host
             self._pressing(lambda: host.open(seq, self.allocator, headroom=headroom))
             return
         matched = self._match(seq)
-        needed = self.blocks_for(len(seq.tokens) + 1) - len(matched)
-        self.allocator.acquire(matched)
+        needed, newly = self.blocks_for(len(seq.tokens) + 1) - len(matched), matched[len(seq.blocks) :]
+        self.allocator.acquire(newly)
         try:
             self._pressing(lambda: self.allocator.reserve(needed, headroom=headroom))
         except NoRoom:
-            self.allocator.release(matched, used=False)
+            self.allocator.release(newly, used=False)
             raise
         self.allocator.found(matched)
-        seq.blocks, seq.reserved = matched, needed
+        seq.blocks, seq.reserved, seq.computed, seq.waits_kept = matched, needed, 0, False
         if not waits:
             self.settle(seq)
         self._count_reuse(seq, len(matched))
@@ -113,13 +113,28 @@ class KVCacheManager:
         else:
             self.open(seq)
 
-    def hold(self, seq: SequenceState, *, headroom: int = 0) -> None:
-        """Keep what is cached of a sequence that waits, as `open` does; nothing where nothing is, or there is no room.
+    def keep_cached(self, seq: SequenceState) -> None:
+        """Keep what is cached of a sequence that waits until it is opened or released, or makes way: not evicted then.
 
-        `release` lets go of it again.
+        It counts as computed, so that it is known what is left.
         """
-        if self.known_blocks(seq) and not self.lacking(seq, headroom=headroom):
-            self.open(seq, headroom=headroom, waits=True)
+        if matched := self._match(seq):
+            self.allocator.acquire(matched)
+            seq.blocks, seq.waits_kept = matched, True
+            seq.computed = len(matched) * self.block_size
+
+    def make_way(self, seq: SequenceState, waiting: Iterable[SequenceState]) -> None:
+        """Those of these that `keep_cached` has kept blocks for let go of them, until there is room for the sequence.
+
+        In this order; all of them, where that is not enough.
+        """
+        available = self.allocator.available
+        enough = available + (self.lacking(seq) or self.least_blocks(seq) - available)
+        for other in waiting:
+            if self.allocator.available >= enough:
+                return
+            if other.waits_kept:
+                self.release(other)
 
     def refresh(self, waiting: Iterable[SequenceState]) -> None:
         """`rematch` those of these that wait with blocks reserved, where others have filled some of them."""
@@ -222,9 +237,9 @@ class KVCacheManager:
         """Give all blocks back. Safe to call twice."""
         blocks, seq.blocks = seq.blocks, []
         self.allocator.cancel_reserved(seq.reserved)
-        seq.reserved = 0
+        self.allocator.release(blocks, used=not seq.waits_kept)
+        seq.reserved, seq.waits_kept = 0, False
         seq.computed = seq.prefix.published = 0
-        self.allocator.release(blocks)
         if self.host is not None:
             self.host.release(seq)
 

@@ -134,6 +134,7 @@ class SequenceState:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     reserved: int = 0  # blocks that it is sure to get once it is computed, beside `blocks`
+    waits_kept: bool = False  # it has not begun: `blocks` are what is cached of it, and may be let go of for others
     offload: OffloadState | None = None  # KV in host memory: `blocks` begin after it
     penalties: PenaltyState | None = None  # can be rebuilt from the tokens at any time, as `grammar`
     grammar: GrammarState | None = None
@@ -177,7 +178,7 @@ class SequenceState:
     @property
     def opened(self) -> bool:
         """True once it has its blocks, or some are reserved for it."""
-        return bool(self.blocks) or self.reserved > 0
+        return (bool(self.blocks) and not self.waits_kept) or self.reserved > 0
 
     @property
     def held_blocks(self) -> int:

@@ -1,20 +1,23 @@
-"""A prompt that waits keeps what is cached of it, as long as that takes no room from one that goes before it."""
+"""A prompt that waits keeps what is cached of it, until one that has its turn needs the room."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.blocks.manager import KVCacheManager
+from kvcache.blocks.offload import OffloadPlan
 from prefill.ordering import FirstComeFirstServed
 from prefill.scheduler import PrefillScheduler
 from serving.engine.plan import StepPlan, Work
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
+from serving.grammar.grammars import GrammarState
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_engine, make_kv, next_token
 
@@ -71,13 +74,14 @@ def test_nobody_takes_what_a_waiting_prompt_will_find() -> None:
     scheduler = PrefillScheduler(kv)
     waiting = add(scheduler, kv, [*ONE, 9])
     assert waiting.computed == len(ONE) and scheduler.waiting_tokens == 1
-    other = make_sequence(kv, [7] * 14)
+    other = make_sequence(kv, [7] * 18)  # five blocks
     with pytest.raises(NoRoom):
         kv.open(other)
     assert plan(scheduler) == [waiting] and waiting.cached == len(ONE)
+    assert (kv.queries, kv.hits) == (len(ONE) + len(waiting.tokens), len(ONE))
 
 
-def test_nothing_is_reserved_for_a_prompt_of_which_nothing_is_cached() -> None:
+def test_nothing_is_kept_of_a_prompt_of_which_nothing_is_cached() -> None:
     kv = make_kv(6, SIZE)
     compute(kv, ONE)
     scheduler = PrefillScheduler(kv)
@@ -93,16 +97,15 @@ def test_a_worker_that_decodes_keeps_nothing_but_for_leases() -> None:
     assert kv.allocator.held == 0
 
 
-def test_who_waits_for_room_is_not_kept_from_it_by_who_comes_later() -> None:
+def test_nothing_is_reserved_beside_what_is_kept() -> None:
     kv = make_kv(6, SIZE)
     compute(kv, ONE)
     scheduler = PrefillScheduler(kv)
-    leased = make_sequence(kv, [7] * 8)
-    kv.open(leased)
-    first = add(scheduler, kv, [8] * 10)  # three blocks, as many as are left
-    later = add(scheduler, kv, [*ONE, 9])
-    assert not later.opened
-    assert plan(scheduler) == [first]
+    waiting = add(scheduler, kv, [*ONE, *range(4)])
+    assert kv.allocator.held == 2 and not waiting.opened
+    kv.open(make_sequence(kv, [7] * 14))
+    assert plan(scheduler) == [], "it waits for the blocks of the rest"
+    assert waiting.computed == len(ONE) and kv.allocator.available == 0
 
 
 def test_prompts_let_go_for_one_that_passes_them_the_last_ones_first_and_no_more_than_it_takes() -> None:
@@ -111,12 +114,81 @@ def test_prompts_let_go_for_one_that_passes_them_the_last_ones_first_and_no_more
     scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
     last = add(scheduler, kv, [*ONE, 9])
     last_but_one = add(scheduler, kv, [*OTHER, 9])
-    assert last.opened and last_but_one.opened and kv.allocator.available == 3
-    urgent = add(scheduler, kv, [7] * 19)  # five blocks
-    assert plan(scheduler, tokens=19) == [urgent]
-    assert last_but_one.opened and last_but_one.computed == len(OTHER)
-    assert not last.opened and last.computed == 0
+    assert kv.allocator.available == 5
+    urgent = add(scheduler, kv, [7] * 23)  # six blocks
+    assert plan(scheduler, tokens=23) == [urgent]
+    assert last_but_one.computed == len(OTHER) and last.computed == 0
     assert kv.unaccounted([urgent, last_but_one]) == 0
+
+
+def test_what_is_being_fetched_or_computed_is_not_let_go() -> None:
+    kv = make_kv(6, SIZE)
+    compute(kv, ONE)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    arriving = make_sequence(kv, [*ONE, *range(12)])
+    kv.begin(arriving)
+    scheduler.add(arriving)
+    add(scheduler, kv, [7] * 14)
+    assert plan(scheduler, tokens=1) == [arriving]
+    assert arriving.opened and arriving.computed == len(ONE) and len(arriving.blocks) == 6
+
+
+@pytest.mark.parametrize("extents", [8, 0])
+def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_the_host_is_full(extents: int) -> None:
+    kv = make_kv(
+        8, SIZE, host=OffloadPlan(block_size=SIZE, device_blocks=8, extent_blocks=2, extents=8, segment_extents=4)
+    )
+    prefixes = [ONE, OTHER, [3] * 8, [4] * 4]
+    compute(kv, *prefixes)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    kept = [add(scheduler, kv, [*prefix, 9]) for prefix in prefixes]
+    assert kv.host is not None and kv.allocator.available == 1
+    taken = kv.host.extents.allocate(8 - extents)
+    long = add(scheduler, kv, [7] * 40)
+    assert plan(scheduler, tokens=1) == ([long] if extents else [])
+    assert kept[0].waits_kept is not bool(extents)
+    kv.host.extents.release(taken)
+
+
+class Uncompiled:
+    ready = False
+
+
+def test_one_that_cannot_go_on_lets_go_for_those_behind_it() -> None:
+    kv = make_kv(6, SIZE)
+    compute(kv, ONE)
+    scheduler = PrefillScheduler(kv)
+    first = add(scheduler, kv, [*ONE, 9])
+    first.grammar = cast(GrammarState, Uncompiled())
+    second = add(scheduler, kv, [7] * 18)
+    assert plan(scheduler) == [second] and first.computed == 0
+
+
+@pytest.mark.parametrize("waiting", [2, 40])
+def test_letting_go_takes_no_look_at_the_own_prefix_for_each_that_does(
+    waiting: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv(2 + 2 * waiting, SIZE)
+    prefixes = [[10 + number] * 8 for number in range(waiting)]
+    compute(kv, *prefixes)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    for prefix in prefixes:
+        add(scheduler, kv, [*prefix, 9])
+    add(scheduler, kv, [7] * (8 * waiting + 7))  # all blocks there are
+    looked, match = [], kv.allocator.match
+    monkeypatch.setattr(kv.allocator, "match", lambda keys: looked.append(keys) or match(keys))
+    assert len(plan(scheduler, tokens=1)) == 1
+    assert len(looked) <= 3
+
+
+def test_what_was_kept_in_vain_was_neither_asked_for_nor_found() -> None:
+    kv = make_kv(9, SIZE)
+    compute(kv, ONE)
+    asked, now = kv.queries, kv.allocator._cached._now
+    waiting = add(PrefillScheduler(kv), kv, [*ONE, 9])
+    kv.release(waiting)
+    assert (kv.queries, kv.hits, kv.allocator._cached._now) == (asked, 0, now)
+    assert not any(kv.allocator._cached._kinds)
 
 
 def test_what_a_lease_was_promised_is_not_let_go() -> None:
