@@ -133,20 +133,19 @@ def test_what_is_being_fetched_or_computed_is_not_let_go() -> None:
     assert arriving.opened and arriving.computed == len(ONE) and len(arriving.blocks) == 6
 
 
-@pytest.mark.parametrize("extents", [8, 0])
-def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_the_host_is_full(extents: int) -> None:
-    kv = make_kv(
-        8, SIZE, host=OffloadPlan(block_size=SIZE, device_blocks=8, extent_blocks=2, extents=8, segment_extents=4)
-    )
-    prefixes = [ONE, OTHER, [3] * 8, [4] * 4]
+@pytest.mark.parametrize("full", [False, True])
+def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_it_is_the_host_that_is_full(full: bool) -> None:
+    host = OffloadPlan(block_size=SIZE, device_blocks=8, extent_blocks=2, extents=8, segment_extents=4)
+    kv = make_kv(8, SIZE, host=host)
+    prefixes = [ONE] if full else [ONE, OTHER, [3] * 8, [4] * 4]
     compute(kv, *prefixes)
     scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
     kept = [add(scheduler, kv, [*prefix, 9]) for prefix in prefixes]
-    assert kv.host is not None and kv.allocator.available == 1
-    taken = kv.host.extents.allocate(8 - extents)
+    assert kv.host is not None and kv.allocator.available == (6 if full else 1)
+    taken = kv.host.extents.allocate(8 if full else 0)
     long = add(scheduler, kv, [7] * 40)
-    assert plan(scheduler, tokens=1) == ([long] if extents else [])
-    assert kept[0].waits_kept is not bool(extents)
+    assert plan(scheduler, tokens=1) == ([] if full else [long])
+    assert kept[0].waits_kept is full
     kv.host.extents.release(taken)
 
 
