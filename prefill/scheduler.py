@@ -125,14 +125,12 @@ class PrefillScheduler:
 
         Those before it too: it has its turn because they cannot go on.
         """
-        for others in (self.queue, ()):
-            try:
-                self.kv.begin(seq)
-            except NoRoom:
-                self.kv.make_way(seq, (other for other in reversed(others) if other is not seq))
-            else:
-                return True
-        return False
+        self.kv.make_way(seq, (other for other in reversed(self.queue) if other is not seq))
+        try:
+            self.kv.begin(seq)
+        except NoRoom:
+            return False
+        return True
 
     def stepped(self, seq: SequenceState) -> None:
         """Called with one token to go, the one just drawn, once the prompt is computed."""

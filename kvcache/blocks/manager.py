@@ -124,17 +124,30 @@ class KVCacheManager:
             seq.computed = len(matched) * self.block_size
 
     def make_way(self, seq: SequenceState, waiting: Iterable[SequenceState]) -> None:
-        """Those of these that `keep_cached` has kept blocks for let go of them, until there is room for the sequence.
+        """Before `begin`: those of these with blocks that `keep_cached` has kept let go of them, as far as it takes.
 
         In this order; all of them, where that is not enough.
         """
-        available = self.allocator.available
-        enough = available + (self.lacking(seq) or self.least_blocks(seq) - available)
-        for other in waiting:
+        lacking = self._lacking_to_begin(seq)
+        if not lacking or not (keeping := [other for other in waiting if other.waits_kept]):
+            return
+        if not seq.opened and not seq.waits_kept:
+            self.keep_cached(seq)  # or what others let go of it would look like room
+        enough = self.allocator.available + lacking
+        for other in keeping:
             if self.allocator.available >= enough:
                 return
-            if other.waits_kept:
-                self.release(other)
+            self.release(other)
+
+    def _lacking_to_begin(self, seq: SequenceState) -> int:
+        """How many blocks too few are available to `begin` the sequence; none, if the host is what is full."""
+        if seq.opened:
+            return 0
+        if self.host is None or not self.is_too_long(seq):
+            return self.lacking(seq)
+        plan, blocks = self.host.plan, self.blocks_for(len(seq.tokens) + 1)
+        resident = max(plan.least_resident, blocks - self.host.extents.available * plan.extent_blocks)
+        return max(0, resident - self.allocator.available) if resident <= plan.most_resident else 0
 
     def refresh(self, waiting: Iterable[SequenceState]) -> None:
         """`rematch` those of these that wait with blocks reserved, where others have filled some of them."""
