@@ -116,10 +116,11 @@ class KVCacheManager:
     def keep_cached(self, seq: SequenceState) -> None:
         """Keep what is cached of a sequence that waits until it is opened or released, or makes way: not evicted then.
 
-        It counts as computed, so that it is known what is left.
+        It counts as computed, so that it is known what is left. Said again, it keeps what has come since, too.
         """
-        if matched := self._match(seq):
-            self.allocator.acquire(matched)
+        matched = self._match(seq)
+        if newly := matched[len(seq.blocks) :]:
+            self.allocator.acquire(newly)
             seq.blocks, seq.waits_kept = matched, True
             seq.computed = len(matched) * self.block_size
 
@@ -131,8 +132,7 @@ class KVCacheManager:
         lacking = self._lacking_to_begin(seq)
         if not lacking or not (keeping := [other for other in waiting if other.waits_kept]):
             return
-        if not seq.opened and not seq.waits_kept:
-            self.keep_cached(seq)  # or what others let go of it would look like room
+        self.keep_cached(seq)  # or what others let go of it would look like room
         enough = self.allocator.available + lacking
         for other in keeping:
             if self.allocator.available >= enough:

@@ -151,9 +151,11 @@ def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_it_is_the_ho
     kv.host.extents.release(extents)
 
 
-def test_who_lets_go_of_what_the_one_that_begins_will_find_is_not_taken_for_room() -> None:
-    """It keeps nothing itself: it came before anybody had computed its prefix."""
+@pytest.mark.parametrize("known", [0, SIZE])
+def test_who_lets_go_of_what_the_one_that_begins_will_find_is_not_taken_for_room(known: int) -> None:
+    """It keeps less itself: it came before anybody had computed all of its prefix."""
     kv = make_kv(10, SIZE)
+    compute(kv, ONE[:known])
     scheduler = PrefillScheduler(kv)
     first = add(scheduler, kv, [*ONE, *[7] * 27])  # nine blocks
     compute(kv, ONE, OTHER)
