@@ -214,7 +214,8 @@ class DecodeWorker:
             written = True
         finally:
             with self.engine.lock:
-                self.kv.let_go(kept)
+                if self.kv.let_go(kept):
+                    self.loop.wake(hurry=False)
                 lease.over(chunk.first_layer, chunk.last_layer)
                 if written and self.table.check(chunk.lease) is lease:
                     lease.fill(chunk.first_layer, chunk.last_layer, chunk.end)

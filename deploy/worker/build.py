@@ -239,7 +239,8 @@ def assemble(
     context = WorkerContext(identity=identity, loop=loop, kv=kv, locations=locations, grammars=parts.grammars)
     connector: PoolConnector | None = None
     if client is not None and storing is not None:
-        connector = PoolConnector(client, storing, links.pool, kv, locations, cost, lambda: bool(prefilling.queue))
+        busy, freed = lambda: bool(prefilling.queue), partial(loop.wake, hurry=False)
+        connector = PoolConnector(client, storing, links.pool, kv, locations, cost, busy=busy, freed=freed)
     decode: DecodeWorker | None = None
     if role is not Role.PREFILL:
         direct = connector.direct if connector is not None else None

@@ -140,14 +140,23 @@ class KVCacheManager:
             self.release(other)
 
     def _lacking_to_begin(self, seq: SequenceState) -> int:
-        """How many blocks too few are available to `begin` the sequence; none, if the host is what is full."""
+        """How many blocks too few are available to `begin` the sequence; none, if the host is what is full.
+
+        Where it is, the listener gives up what it holds there, as `begin` would have it: only then is this known.
+        """
         if seq.opened:
             return 0
         if self.host is None or not self.is_too_long(seq):
             return self.lacking(seq)
-        plan, blocks = self.host.plan, self.blocks_for(len(seq.tokens) + 1)
-        resident = max(plan.least_resident, blocks - self.host.extents.available * plan.extent_blocks)
-        return max(0, resident - self.allocator.available) if resident <= plan.most_resident else 0
+        if self._resident(seq, self.host) > self.host.plan.most_resident and self.listener is not None:
+            self.listener.give_up()
+        resident = self._resident(seq, self.host)
+        return max(0, resident - self.allocator.available) if resident <= self.host.plan.most_resident else 0
+
+    def _resident(self, seq: SequenceState, host: OffloadManager) -> int:
+        """Blocks of the device that a sequence too long for it needs beside the extents which are available."""
+        plan, blocks = host.plan, self.blocks_for(len(seq.tokens) + 1)
+        return max(plan.least_resident, blocks - host.extents.available * plan.extent_blocks)
 
     def refresh(self, waiting: Iterable[SequenceState]) -> None:
         """`rematch` those of these that wait with blocks reserved, where others have filled some of them."""
@@ -277,12 +286,21 @@ class KVCacheManager:
         self.kept.append(kept)
         return kept
 
-    def let_go(self, kept: KeptBlocks) -> None:
-        """Nothing is copied into them any more."""
+    def let_go(self, kept: KeptBlocks) -> bool:
+        """Nothing is copied into them any more. True if some come free, as the copy outlasted its sequence.
+
+        Others may wait for those: wake the engine.
+        """
+        before = self._free()
         self.kept.remove(kept)
         self.allocator.release(kept.blocks)
         if self.host is not None:
             self.host.extents.release(kept.extents)
+        return self._free() > before
+
+    def _free(self) -> int:
+        """Blocks of the device and extents of the host that may be taken."""
+        return self.allocator.available + (self.host.extents.available if self.host is not None else 0)
 
     def unaccounted(self, sequences: Iterable[SequenceState], others: Iterable[int] = ()) -> int:
         """References that neither these sequences nor `others`, single blocks, explain; 0 unless blocks leaked.

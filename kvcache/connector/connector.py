@@ -28,7 +28,8 @@ from serving.engine.sequence import SequenceState
 class PoolConnector:
     """`start()` on a running event loop, `stop()` before it ends. `busy` is True while prompts wait to be computed.
 
-    `write_back` is made first (`write_back_to`), for the KV manager to offer blocks to.
+    `freed` is called when blocks are held no longer, which somebody may wait for. `write_back` is made first
+    (`write_back_to`), for the KV manager to offer blocks to.
     """
 
     def __init__(
@@ -39,18 +40,24 @@ class PoolConnector:
         kv: KVCacheManager,
         locations: KVLocations,
         cost: FetchCost,
+        *,
         busy: Callable[[], bool],
+        freed: Callable[[], None],
     ):
         self.client = client
         self.write_back = write_back
         wait, always = config.kvcache_wait, config.kvcache_fetch == "always"
-        self.prefixes = PrefixFetcher(client, kv, locations, cost, wait=wait, always=always, found=write_back.found)
+        self.prefixes = PrefixFetcher(
+            *(client, kv, locations, cost), wait=wait, always=always, found=write_back.found, freed=freed
+        )
         self.fetches = config.kvcache_fetch != "never"
         self.direct: DirectFetcher | None = None  # brings prefixes into leases
         if self.fetches and config.kvcache_direct != "never":
             always = config.kvcache_direct == "always"
-            self.direct = DirectFetcher(client, kv, locations, DirectCost(cost), wait=wait, always=always)
+            direct_cost = DirectCost(cost)
+            self.direct = DirectFetcher(client, kv, locations, direct_cost, wait=wait, always=always, freed=freed)
         self.busy = busy
+        self.freed = freed
         self._background = BackgroundTasks()
 
     def set_nodes(self, addresses: Iterable[str]) -> None:
@@ -59,7 +66,7 @@ class PoolConnector:
     def start(self, restarts: Counter[str] | None = None) -> None:
         """Store from now on. Should that break it begins again, which is counted in `restarts`."""
         self._background = BackgroundTasks(restarts)
-        self._background.start("write-back", lambda: self.write_back.run(self._gives_way))
+        self._background.start("write-back", lambda: self.write_back.run(self._gives_way, self.freed))
 
     def _gives_way(self) -> bool:
         return self.busy() or self.prefixes.asking > 0

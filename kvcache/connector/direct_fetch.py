@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,8 +36,9 @@ class DirectFetcher(PrefixFetcher):
         *,
         wait: float,
         always: bool = False,
+        freed: Callable[[], None] = lambda: None,
     ):
-        super().__init__(reader, kv, locations, direct_cost.fetch, wait=wait, always=always)
+        super().__init__(reader, kv, locations, direct_cost.fetch, wait=wait, always=always, freed=freed)
         self.direct_cost = direct_cost
         self.fallbacks = 0  # prefixes that did not come whole, or not in time
         self._fetching: set[asyncio.Task[None]] = set()

@@ -54,6 +54,7 @@ class PrefixFetcher:
 
     Prompts too long for the device get their oldest KV straight into host memory; these wait for all that is fetched.
     `found` is told, under the engine's lock, keys and True if the pool has them, False if it lacks them.
+    `freed` is called, likewise, when what was written to outlasted its sequence: somebody may wait for its blocks.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PrefixFetcher:
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
         found: Callable[[Sequence[bytes], bool], None] | None = None,
+        freed: Callable[[], None] = lambda: None,
     ):
         self.reader = reader
         self.kv = kv
@@ -78,6 +80,7 @@ class PrefixFetcher:
         self.always = always
         self.clock = clock
         self.found = found
+        self.freed = freed
         self.stats = PrefixStats()
         self.asking = 0  # prompts that wait for the pool's answer, and are in no queue yet
 
@@ -209,7 +212,8 @@ class PrefixFetcher:
             raise
         finally:
             with self.lock:
-                self.kv.let_go(kept)
+                if self.kv.let_go(kept):
+                    self.freed()
 
 
 class PrefixArrival:

@@ -183,14 +183,14 @@ class WriteBack:
         await asyncio.sleep(0)  # what the engine's thread has just offered is told first
         await self._idle.wait()
 
-    async def run(self, busy: Callable[[], bool]) -> None:
+    async def run(self, busy: Callable[[], bool], freed: Callable[[], None] = lambda: None) -> None:
         """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed.
+
+        `freed` is called when blocks are not held any more, which somebody may wait for.
 
         A run that broke may be followed by another: it lets go of what the last one was sending.
         """
-        with self.lock:
-            self._release(self._sending)
-            self._sending = []
+        self._sent(freed)
         if self._waiting:
             self._news.set()
         else:
@@ -200,7 +200,7 @@ class WriteBack:
             self._news.clear()
             while self._waiting:
                 await self._give_way(busy)
-                await self._send()
+                await self._send(freed)
             self._idle.set()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class WriteBack:
         if not busy():
             self._gave_way = 0.0
 
-    async def _send(self) -> None:
+    async def _send(self, freed: Callable[[], None]) -> None:
         """Copy and send the next few blocks, then rest: for the bandwidth's sake, and that of prompts that wait."""
         began = self._loop.time()
         with self.lock:
@@ -232,15 +232,20 @@ class WriteBack:
         except asyncio.CancelledError:
             await asyncio.wait([copying])  # it reads blocks that are released next
             raise
-        with self.lock:
-            self._release(self._sending)
-            self._sending = []
+        self._sent(freed)
         await self.writer.put(blocks)
         took = self._loop.time() - began
         size = sum(len(block.payload) for block in blocks)
         slow = size / self.bandwidth - took if self.bandwidth else 0.0
         turn = REST * took if self._gave_way else 0.0
         await asyncio.sleep(max(0.0, slow, turn))
+
+    def _sent(self, freed: Callable[[], None]) -> None:
+        """What was being copied has been, or is not any more."""
+        with self.lock:
+            self._release(self._sending)
+            self._sending = []
+        freed()
 
     def _next(self) -> list[BlockOffer]:
         """The next blocks of one namespace, memory and kind, about BATCH_BYTES in all."""

@@ -56,11 +56,13 @@ async def test_a_lease_that_ends_while_a_chunk_is_written(worker: Worker, monkey
         worker.decode.end("r/1")
         held.append(worker.kv.allocator.held)
         assert worker.kv.unaccounted([]) == 0, "what is kept is no leak"
+        worker.loop._awake = False  # it has looked for room, and found none
 
     meanwhile(worker, monkeypatch, end)
     with pytest.raises(StaleLease):
         await worker.decode.receive(chunk(grant.lease))
     assert held == [len(blocks)] and worker.kv.allocator.held == 0
+    assert worker.loop._awake, "others may wait for these blocks"
 
 
 async def test_one_that_begins_anew_meanwhile_gets_other_blocks(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from decode.worker import DecodeWorker, RouterSession
@@ -13,6 +13,7 @@ from kvcache.handoff.dialer import Dialer
 from kvcache.memory.device import DeviceKV
 from kvcache.memory.host import HostKV
 from kvcache.memory.locations import KVLocations
+from kvcache.pool.links import PoolLink
 from serving.config import EngineConfig
 from serving.kvspec import LayerKV, gqa
 from serving.links import LeaseEvent
@@ -51,6 +52,7 @@ class Worker:
         specs: tuple[LayerKV, ...] = SPECS,
         host: OffloadPlan | None = None,
         number: int = 0,
+        pool_link: Callable[[str], PoolLink] | None = None,
     ):
         self.device_kv = DeviceKV(specs, blocks, size)
         self.host_kv = HostKV(host, self.device_kv, [None] * len(specs)) if host is not None else None
@@ -66,7 +68,7 @@ class Worker:
             EngineConfig(max_num_batched_tokens=tokens, max_num_seqs=seqs, num_speculative_tokens=0),
             KVLocations(self.device_kv, self.host_kv, threading.RLock()),
             parts,
-            WorkerLinks(address="local:decode", dialer=Dialer()),
+            WorkerLinks(address="local:decode", dialer=Dialer(), pool_link=pool_link),
             clock=lambda: 0.0,
         )
         self.kv, self.engine, self.loop = self.worker.kv, self.worker.engine, self.worker.loop

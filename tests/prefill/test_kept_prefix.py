@@ -121,6 +121,66 @@ def test_prompts_let_go_for_one_that_passes_them_the_last_ones_first_and_no_more
     assert kv.unaccounted([urgent, last_but_one]) == 0
 
 
+@pytest.mark.parametrize(("free", "let_go"), [(0, 2), (1, 1), (2, 0)])
+@pytest.mark.parametrize("known", [False, True])
+def test_exactly_as_many_let_go_as_it_takes(free: int, let_go: int, known: bool) -> None:
+    """Two blocks are needed; where the prefix is `known`, a third one that somebody who is gone has left cached."""
+    kv = make_kv(5 + free, SIZE)
+    prefixes = [[number] * SIZE for number in (2, 3, 4)]
+    compute(kv, *prefixes)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    kept = [add(scheduler, kv, [*prefix, 9]) for prefix in prefixes]
+    urgent = add(scheduler, kv, [*ONE[:SIZE], 5, 6, 7, 8, 9] if known else [5, 6, 7, 8, 9])
+    if known:
+        compute(kv, ONE[:SIZE])
+    kv.open(make_sequence(kv, [6] * (1 if known else SIZE)))  # a block, or two
+    assert plan(scheduler, tokens=1) == [urgent]
+    assert [seq.waits_kept for seq in kept] == [False] * let_go + [True] * (3 - let_go)
+
+
+def test_nobody_lets_go_for_one_that_has_its_blocks() -> None:
+    kv = make_kv(6, SIZE)
+    compute(kv, ONE)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    kept = add(scheduler, kv, [*ONE, 9])
+    fetched = make_sequence(kv, [7] * 14)
+    kv.begin(fetched)  # all that are left
+    scheduler.add(fetched)
+    assert plan(scheduler, tokens=1) == [fetched] and kept.waits_kept and not fetched.waits_kept
+
+
+def test_one_that_finds_no_room_keeps_nothing_on_a_worker_that_decodes() -> None:
+    kv = make_kv(6, SIZE)
+    compute(kv, ONE)
+    scheduler = PrefillScheduler(kv, then=lambda seq: None)
+    text = make_sequence(kv, [7] * 15)
+    kv.open(text)
+    add(scheduler, kv, [*ONE, *range(4)])
+    assert plan(scheduler) == [] and kv.allocator.held == len(text.blocks)
+
+
+def test_what_a_prompt_kept_and_finds_is_found() -> None:
+    kv = make_kv(9, SIZE)
+    compute(kv, ONE)
+    scheduler = PrefillScheduler(kv)
+    waiting = add(scheduler, kv, [*ONE, 9])
+    now = kv.allocator._cached._now
+    assert plan(scheduler) == [waiting]
+    assert sum(kv.allocator._cached._kinds) == len(ONE) // SIZE
+    kv.release(waiting)
+    assert kv.allocator._cached._now > now, "others have waited longer since"
+
+
+def test_what_finds_no_room_ages_nobody() -> None:
+    kv = make_kv(6, SIZE)
+    compute(kv, ONE)
+    now = kv.allocator._cached._now
+    kv.open(make_sequence(kv, [7] * 14))
+    with pytest.raises(NoRoom):
+        kv.open(make_sequence(kv, [*ONE, *range(4)]))
+    assert kv.allocator._cached._now == now
+
+
 def test_what_is_being_fetched_or_computed_is_not_let_go() -> None:
     kv = make_kv(6, SIZE)
     compute(kv, ONE)
@@ -133,7 +193,7 @@ def test_what_is_being_fetched_or_computed_is_not_let_go() -> None:
     assert arriving.opened and arriving.computed == len(ONE) and len(arriving.blocks) == 6
 
 
-@pytest.mark.parametrize(("taken", "begins"), [(0, True), (4, True), (8, False)])
+@pytest.mark.parametrize(("taken", "begins"), [(0, True), (4, True), (6, True), (8, False)])
 def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_it_is_the_host_that_is_full(
     taken: int, begins: bool
 ) -> None:
@@ -143,11 +203,13 @@ def test_one_that_is_too_long_for_the_device_is_made_way_for_unless_it_is_the_ho
     compute(kv, *prefixes)
     scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
     kept = [add(scheduler, kv, [*prefix, 9]) for prefix in prefixes]
+    kv.listener = stores = Stores(kv)
     assert kv.host is not None and kv.allocator.available == 1
     extents = kv.host.extents.allocate(taken)
     long = add(scheduler, kv, [7] * 36)  # ten blocks
     assert plan(scheduler, tokens=1) == ([long] if begins else [])
     assert kept[0].waits_kept is not begins
+    assert bool(stores.given_up) is not begins, "what is to be stored is dropped in vain"
     kv.host.extents.release(extents)
 
 
@@ -165,25 +227,56 @@ def test_who_lets_go_of_what_the_one_that_begins_will_find_is_not_taken_for_room
 
 
 class Stores:
-    """Holds blocks until they are stored elsewhere."""
+    """Holds blocks, and extents of the host, until they are stored elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv: KVCacheManager) -> None:
+        self.kv = kv
         self.given_up = 0
+        self.blocks: list[int] = []
+        self.extents: list[int] = []
 
-    def offer(self, seq: SequenceState, first: int, last: int) -> None: ...
+    def offer(self, seq: SequenceState, first: int, last: int) -> None:
+        for index in range(first, last):
+            block = seq.block(index)
+            if seq.offload is not None:
+                assert self.kv.host is not None
+                self.extents.append(block // seq.offload.extent_blocks)
+                self.kv.host.extents.acquire(self.extents[-1:])
+            elif len(self.blocks) < self.kv.allocator.num_blocks // 4:
+                self.blocks.append(block)
+                self.kv.allocator.acquire([block])
 
     def give_up(self) -> None:
         self.given_up += 1
+        self.kv.allocator.release(self.blocks)
+        if self.kv.host is not None:
+            self.kv.host.extents.release(self.extents)
+        self.blocks, self.extents = [], []
 
 
 def test_prompts_let_go_before_blocks_are_not_stored_elsewhere() -> None:
     kv = make_kv(6, SIZE)
-    kv.listener = stores = Stores()
     compute(kv, ONE)
+    kv.listener = stores = Stores(kv)
     scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
     add(scheduler, kv, [*ONE, 9])
     urgent = add(scheduler, kv, [7] * 18)
     assert plan(scheduler, tokens=18) == [urgent] and not stores.given_up
+
+
+def test_one_that_is_too_long_for_the_device_begins_at_once_if_the_host_is_full_of_what_is_to_be_stored() -> None:
+    host = OffloadPlan(block_size=SIZE, device_blocks=8, extent_blocks=2, extents=4, segment_extents=4)
+    kv = make_kv(8, SIZE, host=host)
+    prefixes = [ONE, OTHER, [3] * 8, [4] * 4]
+    compute(kv, *prefixes)
+    kv.listener = stores = Stores(kv)
+    scheduler = PrefillScheduler(kv, order=LastComeFirstServed())
+    kept = [add(scheduler, kv, [*prefix, 9]) for prefix in prefixes]
+    assert kv.host is not None
+    stores.extents = kv.host.extents.allocate(4)
+    long = add(scheduler, kv, [7] * 36)  # ten blocks
+    assert plan(scheduler, tokens=1) == [long] and stores.given_up
+    assert [seq.waits_kept for seq in kept] == [False, True, True, True], "no more let go than it takes"
 
 
 class Uncompiled:
@@ -242,34 +335,48 @@ def test_what_a_lease_was_promised_is_not_let_go() -> None:
 @given(
     blocks=st.integers(3, 12),
     tokens=st.integers(1, 9),
+    with_host=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_whatever_passes_whom_all_are_served(blocks: int, tokens: int, seed: int) -> None:
-    """Prompts that have much in common, in an order that changes with each step; some are cancelled."""
+def test_whatever_passes_whom_all_are_served(blocks: int, tokens: int, with_host: bool, seed: int) -> None:
+    """Prompts that have much in common, in an order that changes with each step; some are cancelled.
+
+    The engine sleeps when it has found nothing to do, until one comes or ends.
+    """
     choice = random.Random(seed)
-    kv = make_kv(blocks, 2)
+    host = OffloadPlan(block_size=2, device_blocks=blocks, extent_blocks=2, extents=4, segment_extents=2)
+    kv = make_kv(blocks, 2, host=host if with_host else None)
+    kv.listener = stores = Stores(kv)
     scheduler = PrefillScheduler(kv, order=AnyOrder(seed))
-    engine, _ = make_engine(kv, [scheduler], tokens=tokens, seqs=4)
+    most = host.tokens if with_host else 2 * blocks
+    engine, _ = make_engine(kv, [scheduler], tokens=tokens, seqs=4, max_model_len=most)
     starts = [choice.choices((0, 1), k=blocks) for _ in range(2)]
     arriving = [
-        make_sequence(kv, [*choice.choice(starts), *choice.choices((0, 1), k=choice.randrange(1, blocks))])
+        make_sequence(kv, [*choice.choice(starts), *choice.choices((0, 1), k=choice.randrange(1, most - blocks))])
         for _ in range(choice.randrange(1, 9))
     ]
     arrived: list[SequenceState] = []
     leaving: list[SequenceState] = []
+    awake = True
     for _ in range(1000):
         if arriving and choice.random() < 0.5:
             arrived.append(arriving.pop(0))
             scheduler.add(arrived[-1])
+            awake = True
         if leaving and choice.random() < 0.5:
             engine.end(leaving.pop(0))
+            awake = True
         if scheduler.queue and choice.random() < 0.1:
             engine.end(choice.choice(scheduler.queue))
-        for output in engine.step() or []:
+            awake = True
+        outputs = engine.step() if awake else None
+        awake = outputs is not None
+        for output in outputs or []:
             assert output.delta is not None and output.delta.tokens == (next_token(output.seq.tokens[:-1]),)
             leaving.append(output.seq)
-        assert kv.unaccounted(arrived) == 0
+        assert kv.unaccounted(arrived, stores.blocks) == 0
+        assert awake or arriving or leaving or not scheduler.queue, "somebody waits for ever"
         if not arriving and not scheduler.queue and not leaving:
             break
-    assert not arriving and not scheduler.queue and not leaving, "somebody waits for ever"
-    assert kv.allocator.held == 0
+    stores.give_up()
+    assert not arriving and not scheduler.queue and not leaving and kv.allocator.held == 0

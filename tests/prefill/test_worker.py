@@ -105,6 +105,23 @@ async def results(worker: Prefill, wanted: PrefillOrder) -> list[Prefilled]:
     return [prefilled async for prefilled in worker.prefill.run(wanted)]
 
 
+async def test_what_comes_free_of_the_pool_wakes_the_engine() -> None:
+    """Blocks that have been stored, and those that a fetch wrote to when its sequence had ended."""
+    worker = Prefill(Role.MIXED, pool_link=lambda address: pytest.fail(f"{address} is dialled"))
+    connector = worker.worker.connector
+    assert connector is not None and connector.direct is not None
+    for freed in (connector.prefixes.freed, connector.direct.freed):
+        worker.loop._awake = False
+        freed()
+        assert worker.loop._awake
+    worker.loop._awake = False
+    connector.start()  # whereupon what the last one was sending, if anything, is let go
+    async with asyncio.timeout(30):
+        while not worker.loop._awake:
+            await asyncio.sleep(0.01)
+    await connector.stop()
+
+
 async def test_the_first_token_comes_out_and_all_kv_arrives(worker: Prefill) -> None:
     (prefilled,) = await results(worker, order(cached=3))
     assert prefilled.delta.tokens == (next_token(PROMPT),) and prefilled.delta.index == 0

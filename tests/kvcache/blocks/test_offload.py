@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.blocks.allocator import BlockAllocator
-from kvcache.blocks.manager import KVCacheManager
+from kvcache.blocks.manager import KeptBlocks, KVCacheManager
 from kvcache.blocks.offload import JOINT_TOKENS, STAGING_SHARE, OffloadManager, OffloadPlan, plan_host
 from serving.engine.sequence import SequenceState
 from serving.errors import NoRoom
@@ -274,3 +274,15 @@ def test_least_blocks_are_enough_to_be_opened_and_fewer_are_not(plan: OffloadPla
     kv.open(seq, headroom=plan.device_blocks - least)
     assert len(seq.blocks) >= least
     kv.release(seq)
+
+
+def test_a_copy_says_whether_extents_come_free_as_it_ends() -> None:
+    plan = OffloadPlan(block_size=2, device_blocks=4, extent_blocks=2, extents=4, segment_extents=2)
+    kv = make_kv(plan)
+    assert kv.host is not None
+    kept = KeptBlocks((), tuple(kv.host.extents.allocate(2)))
+    others = KeptBlocks((), kept.extents[:1])
+    kv.host.extents.acquire(others.extents)
+    kv.kept += [kept, others]
+    assert not kv.let_go(others)
+    assert kv.let_go(kept) and kv.host.extents.available == 4

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvcache.blocks.allocator import BlockAllocator
 from kvcache.blocks.manager import KVCacheManager
+from kvcache.connector import prefix_fetch
 from kvcache.connector.block_io import read_blocks
 from kvcache.connector.fetch_cost import FetchCost
 from kvcache.connector.prefix_fetch import PrefixArrival, PrefixFetcher
@@ -289,6 +290,31 @@ def test_a_sequence_that_ended_meanwhile_is_not_written_to() -> None:
     after = [plane for planes in world.device_kv.planes for plane in planes]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert world.blocks.held == 0
+
+
+def test_blocks_that_were_written_to_when_their_sequence_ended_are_said_to_be_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = list(range(33))
+    world = World()
+    seq = make_sequence(world.kv, prompt)
+    free: list[int] = []
+    monkeypatch.setattr(type(world.device_kv), "in_host_memory", property(lambda self: False))  # so it takes a thread
+
+    def write(*args: object) -> None:
+        with world.locations.lock:
+            if not seq.ended:
+                seq.ended = True
+                world.kv.release(seq)
+                assert world.blocks.held and not free
+
+    monkeypatch.setattr(prefix_fetch, "write_part", write)
+    freed = lambda: free.append(world.blocks.available)  # noqa: E731
+    prefixes = PrefixFetcher(
+        Reader(in_pool(prompt, 8), set()), world.kv, world.locations, FetchCost(), wait=5.0, freed=freed
+    )
+    asyncio.run(prefixes.bring(seq))
+    assert free == [64]
 
 
 def test_prompt_logprobs_need_every_token_computed() -> None:

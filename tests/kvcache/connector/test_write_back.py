@@ -61,7 +61,9 @@ class World:
             **settings,  # type: ignore[arg-type]
         )
         self.kv = KVCacheManager(self.blocks, "model", listener=self.back)
-        self.running = asyncio.create_task(self.back.run(lambda: self.busy))
+        self.free: list[int] = []  # blocks, each time that some were said to be free
+        freed = lambda: self.free.append(self.blocks.available)  # noqa: E731
+        self.running = asyncio.create_task(self.back.run(lambda: self.busy, freed))
 
     def computed(
         self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, kv_dtype: str = AUTO, **fields: object
@@ -100,6 +102,15 @@ async def test_blocks_go_with_their_bytes_and_digests_and_are_let_go() -> None:
         verify_block(block)
     world.kv.release(seq)
     assert world.blocks.held == 0
+    await world.stop()
+
+
+async def test_whoever_waits_for_blocks_is_told_once_they_have_been_copied() -> None:
+    world = World()
+    world.kv.release(world.computed(20))
+    assert world.blocks.available == 64 - 5 and not world.free
+    await world.back.wait_idle()
+    assert world.free[-1] == 64
     await world.stop()
 
 
