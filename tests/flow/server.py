@@ -24,6 +24,8 @@ from tests.flow.ports import free_port
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 START_SECONDS = 90.0  # a loaded machine starts five Python processes slowly
 IDLE_SECONDS = 15.0  # and looks at what they hold now and then
+OFTEN, OFTEN_SECONDS, SELDOM = 0.02, 5.0, 0.1  # between looks: they take the cores from what is waited for
+KV_MEMORY = {"MILLRACE_KV_CACHE_MEMORY": "128MiB"}  # an idle worker has pages found for all of it, or 512 MiB
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -34,7 +36,7 @@ def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
             value = condition()
             if value:
                 return value
-            time.sleep(0.02)
+            time.sleep(OFTEN if awake.seconds(began) < OFTEN_SECONDS else SELDOM)
     raise AssertionError(f"not within {seconds} s: {what}")
 
 
@@ -50,7 +52,7 @@ def start_millrace(*arguments: str, log: IO[str], environ: dict[str, str] | None
         [sys.executable, "-m", "deploy.cli", *arguments],
         stdout=log,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": REPOSITORY, **(environ or {})},
+        env={**KV_MEMORY, **os.environ, "PYTHONPATH": REPOSITORY, **(environ or {})},
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.flow.ports import free_port
-from tests.flow.server import START_SECONDS, MillraceServer, wait_until
+from tests.flow.server import KV_MEMORY, START_SECONDS, MillraceServer, wait_until
 
 STEPPED_BACK = 5  # a nice value
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -26,7 +26,7 @@ REPOSITORY = str(Path(__file__).resolve().parents[2])
 
 def launch(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
     """`millrace` with these arguments; `log` takes what it prints."""
-    environ = {**os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
+    environ = {**KV_MEMORY, **os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "deploy.cli", *arguments]
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
 

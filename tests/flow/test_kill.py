@@ -54,10 +54,10 @@ class Form:
 
 
 FORMS = {
-    "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512, tokens=250),
-    "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256, tokens=120),
+    "compiled bfloat16": Form(("--kernels", "compiled", "--dtype", "bfloat16"), layers=16, hidden=512, tokens=150),
+    "torch float32": Form(("--kernels", "torch", "--dtype", "float32"), layers=8, hidden=256, tokens=100),
     "compiled int8": Form(
-        ("--kernels", "compiled", "--kv-cache-dtype", "int8"), layers=16, hidden=512, tokens=250, quantized=True
+        ("--kernels", "compiled", "--kv-cache-dtype", "int8"), layers=16, hidden=512, tokens=150, quantized=True
     ),
 }
 
@@ -107,7 +107,7 @@ def undisturbed(server: MillraceServer, form: Form) -> Outcomes:
 
 def ask(client: Client, form: Form) -> list[Asked]:
     """With a cache salt that nobody else has: where prefixes are cached, each try still computes its own."""
-    wanted, asked = prompts(len(KINDS), shortest=900, longest=1100, seed=3), []
+    wanted, asked = prompts(len(KINDS), shortest=550, longest=650, seed=3), []
     for prompt, kind in zip(wanted, KINDS, strict=True):
         extra = {**kind.get("extra_body", {}), "cache_salt": uuid4().hex}
         asked.append(client.start(prompt, max_tokens=form.tokens, **kind | {"extra_body": extra}))

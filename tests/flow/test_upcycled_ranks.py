@@ -33,7 +33,7 @@ pytestmark = [
 DENSE = ModelConfig(dtype="float32")
 EP2 = ModelConfig(dtype="float32", data_parallel_size=2, enable_expert_parallel=True)
 ENGINE = EngineConfig(num_kv_blocks=128, kernels="compiled", num_speculative_tokens=0)
-TOKENS = 32
+TOKENS = 16
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",

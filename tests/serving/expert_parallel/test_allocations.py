@@ -13,6 +13,7 @@ from serving.expert_parallel.shared_memory import SharedMemoryExchange
 from tests.serving.expert_parallel.groups import Group
 
 SMALL = 4096  # bytes that Python keeps of numbers and frames, however many rounds there are
+TRIES = 3
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +28,12 @@ def no_collections() -> Iterator[None]:
 def test_rounds_leave_nothing_allocated() -> None:
     case = Case(ranks=1, tokens=8, hidden=512, wire="int8", back="bf16", rounds=400)
     exchange = SharedMemoryExchange.join(case.shape, 0, HashStore(), deadline=10.0)
-    found = allocated(exchange, case)
+    # The heap is all threads': what another one takes meanwhile is not there each time, what rounds leave is.
+    found = [allocated(exchange, case) for _ in range(TRIES)]
     exchange.close()
-    assert found.torch == 0
-    assert abs(found.heap) < SMALL
-    assert abs(found.python) < SMALL
+    assert [each.torch for each in found] == [0] * TRIES
+    assert min(abs(each.heap) for each in found) < SMALL
+    assert max(abs(each.python) for each in found) < SMALL
 
 
 def test_allocations_would_be_seen() -> None:

@@ -26,7 +26,7 @@ from tests.serving.expert_parallel.losing import RUNNING, exchange_and_end, exch
 from tests.serving.expert_parallel.ranks import Ranks
 
 NOTICED = 0.05  # seconds after a kill
-FEW, MANY = 4, int(os.environ.get("MILLRACE_LOSSES", "20"))  # MILLRACE_LOSSES=100 takes three minutes
+FEW, MANY = 4, int(os.environ.get("MILLRACE_LOSSES", "10"))  # MILLRACE_LOSSES=100 takes three minutes
 SITTINGS = 3  # a machine that is busy with other things may be late in all trials of one
 TRIALS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 

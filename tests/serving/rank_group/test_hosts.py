@@ -206,8 +206,7 @@ def test_a_host_that_is_lost_before_the_first_step_is_done_without(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [[0], [1], [0, 1]], ids=str)
-@pytest.mark.parametrize("stage", ["_hold", "_begin"])
+@pytest.mark.parametrize(("stage", "lost"), [("_hold", [0]), ("_hold", [0, 1]), ("_begin", [1]), ("_begin", [0, 1])])
 def test_of_two_hosts_any_that_are_lost_as_the_first_epoch_begins_are_done_without(
     stage: str, lost: list[int], mixtral: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
