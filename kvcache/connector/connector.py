@@ -28,8 +28,8 @@ from serving.engine.sequence import SequenceState
 class PoolConnector:
     """`start()` on a running event loop, `stop()` before it ends. `busy` is True while prompts wait to be computed.
 
-    `freed` is called when blocks are held no longer, which somebody may wait for. `write_back` is made first
-    (`write_back_to`), for the KV manager to offer blocks to.
+    `freed` is called when blocks may have come free that somebody waits for, on any thread, with the lock or without
+    it. `write_back` is made first (`write_back_to`), for the KV manager to offer blocks to.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class PrefixFetcher:
 
     Prompts too long for the device get their oldest KV straight into host memory; these wait for all that is fetched.
     `found` is told, under the engine's lock, keys and True if the pool has them, False if it lacks them.
-    `freed` is called, likewise, when what was written to outlasted its sequence: somebody may wait for its blocks.
+    `freed` is called, likewise, when blocks come free as a write outlasted its sequence: somebody may wait for them.
     """
 
     def __init__(

@@ -186,7 +186,7 @@ class WriteBack:
     async def run(self, busy: Callable[[], bool], freed: Callable[[], None] = lambda: None) -> None:
         """Store what is offered, until cancelled. `busy` is True while prompts wait to be computed.
 
-        `freed` is called when blocks are not held any more, which somebody may wait for.
+        `freed` is called, without the lock, when blocks may have come free that somebody waits for.
 
         A run that broke may be followed by another: it lets go of what the last one was sending.
         """

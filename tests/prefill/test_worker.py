@@ -106,7 +106,7 @@ async def results(worker: Prefill, wanted: PrefillOrder) -> list[Prefilled]:
 
 
 async def test_what_comes_free_of_the_pool_wakes_the_engine() -> None:
-    """Blocks that have been stored, and those that a fetch wrote to when its sequence had ended."""
+    """Blocks that have been copied to be stored, and those that a fetch wrote to when its sequence had ended."""
     worker = Prefill(Role.MIXED, pool_link=lambda address: pytest.fail(f"{address} is dialled"))
     connector = worker.worker.connector
     assert connector is not None and connector.direct is not None
