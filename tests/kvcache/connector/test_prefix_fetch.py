@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import pytest
 import torch
@@ -70,8 +70,8 @@ class World:
             for plane in planes:
                 plane.copy_(torch.randn(plane.shape))
 
-    def prefixes(self, reader: Reader, wait: float = 5.0) -> PrefixFetcher:
-        return PrefixFetcher(reader, self.kv, self.locations, FetchCost(), wait=wait)
+    def prefixes(self, reader: Reader, wait: float = 5.0, freed: Callable[[], None] = lambda: None) -> PrefixFetcher:
+        return PrefixFetcher(reader, self.kv, self.locations, FetchCost(), wait=wait, freed=freed)
 
 
 def in_pool(prompt: list[int], count: int) -> dict[bytes, PoolBlock]:
@@ -309,10 +309,7 @@ def test_blocks_that_were_written_to_when_their_sequence_ended_are_said_to_be_fr
                 assert world.blocks.held and not free
 
     monkeypatch.setattr(prefix_fetch, "write_part", write)
-    freed = lambda: free.append(world.blocks.available)  # noqa: E731
-    prefixes = PrefixFetcher(
-        Reader(in_pool(prompt, 8), set()), world.kv, world.locations, FetchCost(), wait=5.0, freed=freed
-    )
+    prefixes = world.prefixes(Reader(in_pool(prompt, 8), set()), freed=lambda: free.append(world.blocks.available))
     asyncio.run(prefixes.bring(seq))
     assert free == [64]
 

@@ -62,8 +62,10 @@ class World:
         )
         self.kv = KVCacheManager(self.blocks, "model", listener=self.back)
         self.free: list[int] = []  # blocks, each time that some were said to be free
-        freed = lambda: self.free.append(self.blocks.available)  # noqa: E731
-        self.running = asyncio.create_task(self.back.run(lambda: self.busy, freed))
+        self.running = asyncio.create_task(self.back.run(lambda: self.busy, self.freed))
+
+    def freed(self) -> None:
+        self.free.append(self.blocks.available)
 
     def computed(
         self, tokens: int, *, seed: int = 0, output: int = 0, here: bool = True, kv_dtype: str = AUTO, **fields: object
