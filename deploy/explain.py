@@ -26,7 +26,7 @@ PARTS = (
     ("prefill", "prefill", "prefill"),
     ("first token", "ttft", "ttft"),
     ("transfer", "transfer", "transfer"),
-    ("each token after", "tpot", "tpot"),
+    ("each token after", "median_tpot", "tpot"),
 )
 # Rows below the tokens that were not computed: where some of them were.
 TIERS = {"pool": "- from the KV pool", "decode": "- held by decode worker"}
@@ -102,9 +102,8 @@ def attempt_table(attempt: Told) -> Table:
     table = plain_table(("",), headings)
     for name, before, after in PARTS:
         if predicted is not None:
-            table.add_row(
-                name, shown(predicted[before]), shown(actual[after]), off_by(predicted[before], actual[after])
-            )
+            told, came = predicted.get(before), actual[after]
+            table.add_row(name, shown(told), shown(came), off_by(told, came))
         elif actual[after] is not None:
             table.add_row(name, shown(actual[after]))
     cached = attempt["cached_tokens"]
@@ -145,7 +144,7 @@ def attempt_title(number: int, attempt: Told) -> str:
 
 def considered_table(considered: Sequence[Told]) -> Table:
     """The placements that were looked at, the chosen one first."""
-    table = plain_table(("considered", ""), ("score", "first token", "each after"))
+    table = plain_table(("considered", ""), ("score", "first token", "each after (mean)"))
     for each in considered:
         predicted = each["predicted"] or {}
         score = "-" if each["score"] is None else f"{each['score']:.3f}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from router.chances import sure_ratio
+from router.usual_tpot import UsualTpot
 from serving.messages import Slo
 
 WEIGHT = 0.02  # of the newest observation
@@ -86,11 +87,14 @@ class Calibration:
     Those of TTFT are kept apart by urgency: who is due soon passes others in a worker's queue, which predictions of a
     queue that is served in turn do not know. Both are kept apart for workers that do `both`, prompts and decodes: what
     the two cost each other is off in another way than what either takes alone.
+
+    Corrected predictions are means, which placements are compared by; a request is told what is usual.
     """
 
     def __init__(self) -> None:
         self._first = [[_Drifts() for _ in range(URGENCIES)] for _ in _BOTH]
         self._further = [_Drifts() for _ in _BOTH]
+        self._usual = [UsualTpot() for _ in _BOTH]
         self._steps = _Drifts()
         self._texts = [_Drifts(TEXTS_ALIKE) for _ in range(TEXT_KINDS)]
 
@@ -101,6 +105,10 @@ class Calibration:
     def further(self, decode: str, *, both: bool = False) -> Drift:
         """Of TPOT, at a worker by its instance."""
         return self._further[both].of(decode)
+
+    def usual_tpot(self, beside: int, predicted: float, *, both: bool = False) -> float:
+        """What half of the texts do not exceed that begin beside so many, and are predicted so; seconds a token."""
+        return self._usual[both].at(beside, predicted)
 
     def tokens_a_step(self, decode: str, apart: float = 0.0) -> float:
         """Of a sequence that decodes at this worker, in the (geometric) mean, its text `apart` from all."""
@@ -121,6 +129,10 @@ class Calibration:
         """TPOT: predicted without correction, and observed; seconds."""
         self._further[both].observe(decode, predicted, observed)
 
+    def text_took(self, beside: int, predicted: float, observed: float, *, both: bool = False) -> None:
+        """TPOT of a text that began beside so many: predicted with corrections, and observed; seconds."""
+        self._usual[both].observe(beside, predicted, observed)
+
     def steps_took(self, decode: str, tokens: float, texts: Sequence[str] = ()) -> None:
         """A sequence of these kinds of texts has had so many tokens for each step it was part of."""
         expected = math.exp(self._steps.of(decode).mean)
@@ -134,8 +146,8 @@ class Calibration:
     def kept(self) -> dict[str, Any]:
         """All of it as plain data, for `from_kept`."""
         first = [[drifts.kept() for drifts in urgencies] for urgencies in self._first]
-        further, texts = ([drifts.kept() for drifts in several] for several in (self._further, self._texts))
-        return {"first": first, "further": further, "steps": self._steps.kept(), "texts": texts}
+        further, usual, texts = ([each.kept() for each in some] for some in (self._further, self._usual, self._texts))
+        return {"first": first, "further": further, "usual": usual, "steps": self._steps.kept(), "texts": texts}
 
     @classmethod
     def from_kept(cls, kept: Mapping[str, Any]) -> Calibration:
@@ -143,11 +155,12 @@ class Calibration:
         made = cls()
         made._first = [[_Drifts.from_kept(drifts) for drifts in urgencies] for urgencies in kept["first"]]
         made._further = [_Drifts.from_kept(drifts) for drifts in kept["further"]]
+        made._usual = [UsualTpot.from_kept(each) for each in kept["usual"]]
         made._steps = _Drifts.from_kept(kept["steps"])
         made._texts = [_Drifts.from_kept(drifts, TEXTS_ALIKE) for drifts in kept["texts"]]
-        lengths = [len(made._first), *map(len, made._first), len(made._further), len(made._texts)]
-        if lengths != [len(_BOTH), *[URGENCIES] * len(_BOTH), len(_BOTH), TEXT_KINDS]:
-            raise ValueError(f"{lengths} drifts of TTFT, TPOT and kinds of texts")
+        lengths = [len(made._first), *map(len, made._first), len(made._further), len(made._usual), len(made._texts)]
+        if lengths != [len(_BOTH), *[URGENCIES] * len(_BOTH), len(_BOTH), len(_BOTH), TEXT_KINDS]:
+            raise ValueError(f"{lengths} drifts of TTFT and TPOT, usual TPOTs, and kinds of texts")
         return made
 
 

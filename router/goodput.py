@@ -55,7 +55,11 @@ class Goodput:
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         due_in = demand.first_token_in if demand.first_token_in is not None and demand.build is None else inf
         considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])
-        return Decision(chosen.decode, chosen.prefill, reason, considered[0].predicted, considered, demand.texts)
+        predicted, decode = considered[0].predicted, chosen.decode
+        if predicted is not None and decode is not None:
+            beside, both = decode.held_leases, decode.prefills
+            predicted.median_tpot = self.calibration.usual_tpot(beside, predicted.tpot, both=both)
+        return Decision(decode, chosen.prefill, reason, predicted, considered, demand.texts)
 
     def observed(
         self,
@@ -76,6 +80,7 @@ class Goodput:
                 self.calibration.first_token(prefill.instance, raw, learned, urgency, both=prefill.decodes)
         if tpot is not None and decode is not None and not _guessed(decode):
             self.calibration.further_tokens(decode.instance, predicted.token, tpot, both=decode.prefills)
+            self.calibration.text_took(decode.held_leases, predicted.tpot, tpot, both=decode.prefills)
         if step_tokens is not None and decision.decode is not None:
             self.calibration.steps_took(decision.decode.status.instance, step_tokens, decision.texts)
 

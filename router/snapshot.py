@@ -30,6 +30,7 @@ MOST_MASKS = 65_536  # that are remembered while a snapshot is made
 CALIBRATED = {  # the parts of a calibration, in words
     "first": "calibration of TTFT",
     "further": "calibration of TPOT",
+    "usual": "usual TPOTs",
     "steps": "tokens a step",
     "texts": "tokens a step by kind of text",
 }

@@ -48,7 +48,9 @@ class ClassMetrics:
             "mixed_placements", "Prompts computed by their decode worker although prefill elsewhere was decided"
         )
         self.ttft = self._histogram("ttft_prediction_ratio", "Observed by predicted time to the first token")
-        self.tpot = self._histogram("tpot_prediction_ratio", "Observed by predicted time for each token after it")
+        self.tpot = self._histogram(
+            "tpot_prediction_ratio", "Observed by predicted (median) time for each token after it"
+        )
         registry.register(_QueueByClass(model_name, self.classes, waiting, prefix))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -55,7 +55,8 @@ def test_the_verdict_of_an_overload() -> None:
 
 
 def told(prefill: str = "mixed-0", **changes: Any) -> dict[str, Any]:
-    predicted = {"queue": 0.1, "prefill": 0.2, "transfer": 0.0, "ttft": 0.33, "tpot": 0.02, "step": 0.01}
+    predicted = {"queue": 0.1, "prefill": 0.2, "transfer": 0.0, "ttft": 0.33, "tpot": 0.03, "step": 0.01}
+    predicted["median_tpot"] = 0.02
     actual = {"queue": 0.1, "prefill": 0.1, "transfer": None, "ttft": 0.3, "tpot": 0.025}
     attempt = {"prefill": prefill, "decode": "mixed-0", "predicted": predicted, "actual": actual} | changes
     return {"id": "cmpl-1", "sequences": [{"attempts": [attempt]}]}
@@ -73,14 +74,16 @@ def test_a_prediction_is_read_from_what_the_server_explains() -> None:
 
 
 def test_errors_are_told_by_span_and_kind() -> None:
-    spans = [LoadSpan(name=name, seconds=20, rates={}) for name in ("steady", "changed")]
-    found = [explained_of(told(), float(at), "chat") for at in range(40)]
+    spans = [LoadSpan(name=name, seconds=60, rates={}) for name in ("steady", "changed")]
+    found = [explained_of(told(), float(at), "chat") for at in range(120)]
     explained = [one for one in found if one is not None]
-    explained += [Explained(at=35.0, kind="long", predicted={"ttft": 1.0}, actual={"ttft": 2.0}, placement="")]
+    explained += [Explained(at=105.0, kind="long", predicted={"ttft": 1.0}, actual={"ttft": 2.0}, placement="")]
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in errors_table(explained, spans).splitlines()[2:]
     ]
-    assert rows[0] == ["steady, first half", "all", "10", "10.0%, 10%, +10.0%", "0.0%", "20.0%, 20%, -20.0%", "0.0%"]
+    assert rows[0] == ["20 s after the warm-up", "all", "20", *(figures := rows[0][3:])]
+    assert rows[2] == ["steady", "all", "40", *figures] and rows[4] == ["steady, first half", "all", "20", *figures]
+    assert figures == ["10.0%, 10%, +10.0%", "0.0%", "20.0%, 20%, -20.0%", "0.0%"]
     assert rows[-1] == ["changed, second half", "long", "1", "50.0%, 50%, -50.0%", "0.0%", "—", "—"]
     assert [row[2] for row in rows if row[0].startswith("5 s") and row[1] == "chat"] == ["5"]
     drawing = ElementTree.fromstring(prediction.drawing(explained, spans, "a & b"))

@@ -24,8 +24,8 @@ from deploy.explain import drawn, headline, off_by, plain_console, shown
 from serving.errors import Unavailable
 
 PREDICTED: dict[str, Any] = {
-    "queue": 0.004, "prefill": 0.02, "transfer": 0.002, "step": 0.01, "token": 0.011, "ttft": 0.024, "tpot": 0.011,
-    "error": 0.1,
+    "queue": 0.004, "prefill": 0.02, "transfer": 0.002, "step": 0.01, "token": 0.011, "ttft": 0.024, "tpot": 0.013,
+    "median_tpot": 0.011, "error": 0.1,
 }  # fmt: skip
 ATTEMPT: dict[str, Any] = {
     "prefill": "p-0",
@@ -197,7 +197,7 @@ def test_an_attempt_shows_predicted_beside_actual() -> None:
     assert row(text, "each token after") == ["11.0 ms", "9.9 ms", "-10 %"]
     assert row(text, "cached tokens") == ["64", "48"]
     assert row(text, "- from the KV pool") == ["32"] and "held by decode" not in text
-    assert row(text, "m-0") == ["m-0", "0.500", "24.0 ms", "11.0 ms"]
+    assert row(text, "m-0") == ["m-0", "0.500", "24.0 ms", "13.0 ms"]
     assert "no room was given by d-1 (NoRoom)" in text
 
 

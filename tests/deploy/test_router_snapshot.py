@@ -58,8 +58,8 @@ def test_what_an_earlier_version_kept_otherwise_is_named(file: SnapshotFile, cap
     assert after.known() == {"a-1": 10, "b-1": 4}
     known, lost = (record.getMessage() for record in caplog.records)
     assert known == "2 workers are known from before, and 10 of their blocks"
-    told = "is of another version; the router begins without: calibration of TTFT, calibration of TPOT"
-    assert lost == f"{file.path} {told}"
+    parts = "calibration of TTFT, calibration of TPOT, usual TPOTs"
+    assert lost == f"{file.path} is of another version; the router begins without: {parts}"
 
 
 async def test_a_file_that_is_a_folder_is_left_alone(file: SnapshotFile, caplog: pytest.LogCaptureFixture) -> None:

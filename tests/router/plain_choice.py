@@ -68,6 +68,9 @@ def plain_choice(calibration: Calibration, demand: Demand, view: FleetView, now:
     others = [pair for pair in pairs[:KEPT] if pair is not chosen]
     reason = "slo" if len(near) < len(pairs) else "tie" if len(tied) > 1 else "quickest"
     considered = tuple(pair.told for pair in (chosen, *others[: KEPT - 1]))
+    if chosen.decode is not None:
+        beside, both = chosen.decode.held_leases, chosen.decode.prefills
+        chosen.predicted.median_tpot = calibration.usual_tpot(beside, chosen.predicted.tpot, both=both)
     return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered, demand.texts)
 
 

@@ -107,6 +107,7 @@ def learned(draw: random.Random, workers: list[Candidate]) -> Calibration:
         both = draw.random() < 0.5
         found.first_token(there, 0.1, 0.1 * draw.lognormvariate(0, 0.5), draw.choice((0, 6, 9, 13)), both=both)
         found.further_tokens(there, 0.02, 0.02 * draw.lognormvariate(0.2, 0.3), both=both)
+        found.text_took(draw.randrange(40), 0.02 * draw.lognormvariate(0.0, 0.5), 0.02, both=both)
         found.steps_took(there, draw.uniform(1, 4), draw.choice(((), ("code", "", "tenant"))))
     return found
 

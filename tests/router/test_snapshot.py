@@ -260,7 +260,7 @@ OF_AN_EARLIER_VERSION = (
 def test_of_an_earlier_version_only_what_has_another_shape_is_lost() -> None:
     before, after = lived(), Life()
     restored = restore(after.placer, b64decode(OF_AN_EARLIER_VERSION))
-    assert restored.workers == 2 and restored.lost == ("calibration of TTFT", "calibration of TPOT")
+    assert restored.workers == 2 and restored.lost == ("calibration of TTFT", "calibration of TPOT", "usual TPOTs")
     assert after.known() == before.known() == {"a-1": 10, "b-1": 4}
     then, now = (header_of(life.snapshot()) for life in (before, after))
     for told in (then, now):
