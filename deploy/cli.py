@@ -9,17 +9,13 @@ import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench import command as bench
-from deploy import autoscale, cache, explain, keys, profile_worker, quantize, scale, top, upcycle
 from deploy.foreign_flags import translate
-from deploy.placement import command as deploying
 from deploy.placement.given import check_given, load_placement, placed_settings
 from deploy.placement.ray_table import RayTable
-from deploy.planner import command as planning
-from deploy.runtime.key_file import key_file
 from deploy.runtime.secrets_known import secrets_of
 from deploy.runtime.settings import (
     CONFIGS,
@@ -33,8 +29,8 @@ from deploy.runtime.settings import (
 from deploy.runtime.signals import leave_at_once_on_signals
 from deploy.runtime.tls import https_files
 from deploy.runtime.traced import traced
-from deploy.simulator import arguments as simulating
 from serving import __version__
+from serving.collecting import loading_modules
 from serving.config import PARALLEL_SIZES, ModelConfig
 from serving.errors import MillraceError
 from serving.grpc_tls import grpc_tls
@@ -46,23 +42,6 @@ from serving.options import ENV_PREFIX, ConfigError, add_flags, check_last_word
 from serving.service_config import configured_classes
 
 log = logging.getLogger(__name__)
-
-# Commands that read none of the settings below.
-ALONE = {
-    "bench": bench.run,
-    "quantize": quantize.run,
-    "upcycle": upcycle.run,
-    "cache": cache.run,
-    "explain": explain.run,
-    "top": top.run,
-    "deploy": deploying.run,
-    "plan": planning.run,
-    "scale": scale.run,
-    "autoscale": autoscale.run,
-    "keys": keys.run,
-    "simulate": simulating.run,
-    "profile": profile_worker.run,
-}
 
 DESCRIPTION = """Disaggregated LLM serving: prefill, decode and KV cache as services behind an OpenAI-compatible API.
 
@@ -94,22 +73,44 @@ FOREIGN = "Flags of vLLM and SGLang are understood, or refused with what to use 
 FRONTS = ("serve", "router")  # commands with an HTTP API
 WORKERS = tuple(Role)  # commands that run one worker alone
 KVCACHE = "a node of the KV pool alone: prefixes that any worker computed, for all of them"
-CACHE = "show, drop or check what the nodes of a KV pool hold"
-EXPLAIN = "why a request went where it went, and how long everything took against what was predicted"
-TOP = "a live view of workers, queues and objectives met; q leaves"
-DEPLOY = "write a placement file in the form of a platform"
-PLAN = "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay"
-SCALE = "more or fewer services of a deployment on Ray; those that leave finish what they have"
-AUTOSCALE = "add, drain and flip workers as the traffic asks, or say what would be done"
-KEYS = "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names"
-SIMULATE = "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains"
-PROFILE = "write what a running worker has learned of its steps, as a profile for millrace simulate"
-QUANTIZE = "write a model as INT8 weights and activations, in the compressed-tensors convention"
-UPCYCLE = "write a dense model as a mixture of experts that gives the same text"
-MEASURE = "measure any OpenAI-compatible endpoint: latencies, throughput, goodput"
+# Commands that read none of the settings: what each does, and the module that does it, imported once it is asked for.
+ALONE = {
+    "cache": ("show, drop or check what the nodes of a KV pool hold", "deploy.cache"),
+    "explain": (
+        "why a request went where it went, and how long everything took against what was predicted",
+        "deploy.explain",
+    ),
+    "top": ("a live view of workers, queues and objectives met; q leaves", "deploy.top"),
+    "deploy": ("write a placement file in the form of a platform", "deploy.placement.command"),
+    "plan": (
+        "find the workers and their parallelism that give the most goodput per device, or that splitting does not pay",
+        "deploy.planner.command",
+    ),
+    "scale": ("more or fewer services of a deployment on Ray; those that leave finish what they have", "deploy.scale"),
+    "autoscale": ("add, drain and flip workers as the traffic asks, or say what would be done", "deploy.autoscale"),
+    "keys": (
+        "make, list and revoke API keys with tenants and limits, in the file that --api-keys-file names",
+        "deploy.keys",
+    ),
+    "simulate": (
+        "what a cluster would do under a load: attainment of a rate or a trace, or the highest rate that attains",
+        "deploy.simulator.arguments",
+    ),
+    "profile": (
+        "write what a running worker has learned of its steps, as a profile for millrace simulate",
+        "deploy.profile_worker",
+    ),
+    "bench": ("measure any OpenAI-compatible endpoint: latencies, throughput, goodput", "bench.command"),
+    "quantize": (
+        "write a model as INT8 weights and activations, in the compressed-tensors convention",
+        "deploy.quantize",
+    ),
+    "upcycle": ("write a dense model as a mixture of experts that gives the same text", "deploy.upcycle"),
+}
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Of all commands; with `only` the others have a name and a line of help, and none of their flags."""
     parser = argparse.ArgumentParser(
         prog="millrace", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,33 +118,30 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=sentence(text), epilog=FOREIGN)
-        command.add_argument(
-            "model", nargs="?", help="a folder, a .gguf file or a hub name (default: SmolLM2-135M-Instruct)"
-        )
-        command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of the settings below")
-        if name == "serve":
-            _add_counts(command)
-        if name in WORKERS:
-            command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
-        add_flags(command, *CONFIGS)
+        if only in (None, name):
+            _add_settings(command, name)
     node = commands.add_parser("kvcache", help=KVCACHE, description=sentence(KVCACHE))
-    node.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of millrace's settings")
-    node.add_argument("--parent", type=int, help=argparse.SUPPRESS)
-    add_flags(node, *NODE_CONFIGS)
-    cache.add_arguments(commands.add_parser("cache", help=CACHE, description=sentence(CACHE)))
-    explain.add_arguments(commands.add_parser("explain", help=EXPLAIN, description=sentence(EXPLAIN)))
-    top.add_arguments(commands.add_parser("top", help=TOP, description=sentence(TOP)))
-    deploying.add_arguments(commands.add_parser("deploy", help=DEPLOY, description=sentence(DEPLOY)))
-    planning.add_arguments(commands.add_parser("plan", help=PLAN, description=sentence(PLAN)))
-    scale.add_arguments(commands.add_parser("scale", help=SCALE, description=sentence(SCALE)))
-    autoscale.add_arguments(commands.add_parser("autoscale", help=AUTOSCALE, description=sentence(AUTOSCALE)))
-    keys.add_arguments(commands.add_parser("keys", help=KEYS, description=sentence(KEYS)))
-    simulating.add_arguments(commands.add_parser("simulate", help=SIMULATE))
-    profile_worker.add_arguments(commands.add_parser("profile", help=PROFILE, description=sentence(PROFILE)))
-    bench.add_arguments(commands.add_parser("bench", help=MEASURE, description=sentence(MEASURE)))
-    quantize.add_arguments(commands.add_parser("quantize", help=QUANTIZE, description=sentence(QUANTIZE)))
-    upcycle.add_arguments(commands.add_parser("upcycle", help=UPCYCLE, description=sentence(UPCYCLE)))
+    if only in (None, "kvcache"):
+        node.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of millrace's settings")
+        node.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+        add_flags(node, *NODE_CONFIGS)
+    for name, (text, module) in ALONE.items():
+        command = commands.add_parser(name, help=text, description=sentence(text))
+        if only in (None, name):
+            import_module(module).add_arguments(command)
     return parser
+
+
+def _add_settings(command: argparse.ArgumentParser, name: str) -> None:
+    command.add_argument(
+        "model", nargs="?", help="a folder, a .gguf file or a hub name (default: SmolLM2-135M-Instruct)"
+    )
+    command.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of any of the settings below")
+    if name == "serve":
+        _add_counts(command)
+    if name in WORKERS:
+        command.add_argument("--parent", type=int, help=argparse.SUPPRESS)
+    add_flags(command, *CONFIGS)
 
 
 def sentence(text: str) -> str:
@@ -191,9 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] and arguments[0] in COMMANDS:
             known = translate(arguments)
             arguments, told = known.arguments, known.told
-        parsed = make_parser().parse_args(arguments)
+        parsed = make_parser(arguments[0] if arguments else "").parse_args(arguments)
         if parsed.command in ALONE:
-            code = ALONE[parsed.command](parsed)
+            _, module = ALONE[parsed.command]
+            code: int = import_module(module).run(parsed)
             sys.stdout.flush()
             return code
         given = vars(parsed)
@@ -210,6 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         https_files(settings.http)  # certificates that cannot be used are told of before anything has started
         configured_classes(settings.service)
         if parsed.command in FRONTS:
+            from deploy.runtime.key_file import key_file
+
             key_file(settings.service, os.environ)
         name = settings.cluster.worker_name or parsed.command
         setup_logging(setup_of(settings.logs, parsed.command, name), secrets_of(settings, os.environ))
@@ -280,15 +281,18 @@ def _start(given: Mapping[str, Any], settings: Settings) -> int:
 
         return RankHost(settings).run()
     if command == "kvcache":
-        from deploy.kvcache_process import KvcacheProcess
+        with loading_modules():
+            from deploy.kvcache_process import KvcacheProcess
 
         return uvloop.run(KvcacheProcess(settings, parent=parent).run())
     if command in WORKERS:
-        from deploy.worker.process import WorkerProcess
+        with loading_modules():
+            from deploy.worker.process import WorkerProcess
 
         return uvloop.run(WorkerProcess(Role(command), settings, parent=parent).run())
-    from deploy.children import Children, alike, placed
-    from deploy.serve import serve_embedded, serve_front
+    with loading_modules():
+        from deploy.children import Children, alike, placed
+        from deploy.serve import serve_embedded, serve_front
 
     children, plan = Children(), given.get("placement")
     if plan is not None:

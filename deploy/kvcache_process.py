@@ -14,7 +14,6 @@ from pathlib import Path
 from deploy.runtime.addresses import announced
 from deploy.runtime.discovery import peers_of
 from deploy.runtime.heartbeats import Heartbeats
-from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import kv_transport_of
 from deploy.runtime.lookups import in_a_daemon
 from deploy.runtime.open_doors import check_grpc
@@ -26,7 +25,6 @@ from kvcache.pool.service import PoolService
 from kvcache.pool.store import BlockStore
 from kvcache.pool.storeconfig import StoreConfig
 from kvcache.transfer.choice import AUTO
-from serving.api.status import status_app
 from serving.background import BackgroundTasks
 from serving.certificate_metrics import with_certificates
 from serving.config import KvCacheConfig
@@ -121,6 +119,9 @@ class KvcacheProcess:
     async def _open_status_door(self, node: PoolNode, stack: AsyncExitStack) -> None:
         if self.cluster.metrics_port is None:
             return
+        from deploy.runtime.http_server import open_status_door  # FastAPI and uvicorn: a part of a start
+        from serving.api.status import status_app
+
         prefix = self.settings.http.metrics_prefix
         self._last = first = await node.report()
         app = status_app(

@@ -19,7 +19,6 @@ from deploy.children import Children, child_specs, node_specs
 from deploy.control.below import Below, ChildProcesses
 from deploy.control.fleet_control import FleetControl
 from deploy.control.service import ControlService, FlipCalls
-from deploy.frontend import Frontend, served_model
 from deploy.kvcache_process import store_config
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near
@@ -37,10 +36,10 @@ from router.fleet import Fleet, RouterConfig
 from router.placer import Placer
 from router.policies import make_policy
 from router.service import RegistryService
-from serving.api.status import status_app
 from serving.checkpoint.hub import resolve
 from serving.checkpoint.read_spec import read_spec
 from serving.checkpoint.safetensors_files import check_weights
+from serving.collecting import loading_modules
 from serving.config import ModelConfig
 from serving.grpc_tls import GrpcTls, grpc_tls
 from serving.malloc import give_back_freed_memory, keep_freed_memory
@@ -50,7 +49,8 @@ from serving.rpc import Caller, listen, server
 from serving.service_config import configured_classes
 from serving.text.tokenizer import load_tokenizer
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:  # FastAPI and torch come with them
+    from deploy.frontend import Frontend
     from deploy.worker.build import MakeForward
 
 log = logging.getLogger(__name__)
@@ -78,19 +78,21 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
 
     Steps are computed by what `make_forward` makes; None: by the form that fits the model, which it gives up for that.
     """
-    from deploy.local import LocalCluster  # torch comes with it, which a front without a worker does not need
-    from deploy.worker.computing import KeptForward
-    from deploy.worker.model_cache import load_from, release
-    from deploy.worker.rank_hosts import rank_hosts
+    with loading_modules():
+        from deploy.frontend import Frontend, served_model
+        from deploy.local import LocalCluster  # torch comes with it, which a front without a worker does not need
+        from deploy.worker.computing import KeptForward
+        from deploy.worker.model_cache import load_from, release
+        from deploy.worker.rank_hosts import rank_hosts
 
     check_api(settings.http, settings.service, settings.security)
     template = read_chat_template(settings.http.chat_template)
     listening = bind(settings.http.host, settings.http.port)
     use_cores(settings.engine.cpus, settings.engine.threads)
-    path = resolve(settings.model)
+    path, config = resolve(settings.model), use_device(settings.model_config, os.environ)
     log.info("loading %s", path)
-    config, began = use_device(settings.model_config, os.environ), time.monotonic()
     give_back_freed_memory()
+    began = time.monotonic()
     model, tokenizer = await asyncio.gather(
         asyncio.to_thread(load_from, path, config, rank_hosts(settings)),
         asyncio.to_thread(load_tokenizer, path, template),
@@ -102,7 +104,6 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
         config,
         settings.engine,
         router_config(settings),
-        roles=[Role.MIXED],
         heartbeat_interval=settings.placement.heartbeat_interval,
         pool=settings.pool,
         pool_nodes={node.address: node} if node is not None else None,
@@ -114,9 +115,8 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
             stack.push_async_callback(node.stop)
         await stack.enter_async_context(cluster)
         keep_freed_memory()
-        identity = cluster.workers[0].identity
-        served = served_model(path, config, identity.max_model_len, model.spec, identity.fingerprint)
-        canary = settings.placement.canary_interval or 0.0
+        own = cluster.workers[0].identity
+        served = served_model(path, config, own.max_model_len, model.spec, own.fingerprint)
         front = Frontend(
             cluster.placer,
             settings.http,
@@ -124,7 +124,7 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
             tokenizer,
             listening,
             service=settings.service,
-            canary_interval=canary,
+            canary_interval=settings.placement.canary_interval or 0.0,
             restarts=cluster.restarts,
         )
         front.leave_on_signals()
@@ -132,7 +132,7 @@ async def serve_embedded(settings: Settings, make_forward: MakeForward | None = 
         crash.add_done_callback(lambda _: front.leaving.set())
         stack.callback(crash.cancel)
         await _run(front, settings)
-        return 1 if cluster.workers[0].loop.crashed else 0
+        return int(cluster.workers[0].loop.crashed)
 
 
 async def own_node(settings: Settings) -> PoolNode | None:
@@ -220,6 +220,8 @@ async def _run(front: Frontend, settings: Settings) -> None:
     """Serve, and beside the API, where --metrics-port asks for it, probes and scrapes that show no certificate."""
     async with AsyncExitStack() as stack:
         if settings.cluster.metrics_port is not None:
+            from serving.api.status import status_app
+
             app = status_app(health=front.health, metrics_text=front.metrics_text)
             plain = dataclasses.replace(
                 settings.http, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None, ssl_cert_reqs="0"
@@ -250,6 +252,9 @@ def _frontend(
     listening: socket.socket,
     tls: GrpcTls | None,
 ) -> Frontend:
+    with loading_modules():
+        from deploy.frontend import Frontend, served_model  # while the children start: they need as long themselves
+
     spec = read_spec(path)
     limit = min(spec.max_position, settings.model_config.max_model_len or spec.max_position)
     served = served_model(path, settings.model_config, limit, spec, None)

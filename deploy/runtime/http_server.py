@@ -9,10 +9,9 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
-from fastapi import FastAPI
 
 from deploy.runtime.connection_table import ConnectionEnd, ConnectionTable
 from deploy.runtime.http_connection import Connection, HttpConnection
@@ -21,6 +20,9 @@ from deploy.runtime.tls_acceptor import TlsAcceptor
 from serving.config import HttpConfig
 from serving.metrics import ConnectionFigures
 from serving.reloaded import ReloadedFiles
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from deploy.runtime.cpu_binding import use_cores
 from deploy.runtime.devices import use_device
 from deploy.runtime.discovery import addresses, peers_of
 from deploy.runtime.heartbeats import Heartbeats, RouterClocks
-from deploy.runtime.http_server import open_status_door
 from deploy.runtime.kv_transports import keep_nixl_on_loopback, kv_transport_of
 from deploy.runtime.lookups import in_a_daemon
 from deploy.runtime.open_doors import check_grpc
@@ -78,6 +77,8 @@ class WorkerProcess:
         door = WorkerDoor(settings.model_config.served_model_name, settings.http.metrics_prefix, self.tls)
         async with AsyncExitStack() as stack:
             if cluster.metrics_port is not None:  # before the model loads: who asks meanwhile is told that we live
+                from deploy.runtime.http_server import open_status_door  # FastAPI and uvicorn: a tenth of a start
+
                 await open_status_door(door.app(), settings.http, cluster.metrics_port, stack)
             give_back_freed_memory()
             model = await cache.load()

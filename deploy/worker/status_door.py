@@ -6,16 +6,17 @@ It may not know how a model is loaded or how a worker is built: it is shown the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING
 
 from deploy.worker.worker import Worker
-from serving.api.status import status_app
 from serving.certificate_metrics import with_certificates
 from serving.fleet_metrics import worker_metrics
 from serving.grpc_tls import GrpcTls
 from serving.trace_metrics import with_spans
 from serving.tracing_config import TRACE_COUNTS
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 STALLED_SECONDS = 120.0  # a step this old means the engine is stuck
 
@@ -40,6 +41,8 @@ class WorkerDoor:
         self._metrics = worker_metrics(name, worker.status, self.metrics_prefix)
 
     def app(self) -> FastAPI:
+        from serving.api.status import status_app
+
         page = with_certificates(lambda: self._metrics(), self.tls, self.metrics_prefix)
         metrics_text = with_spans(page, TRACE_COUNTS, self.metrics_prefix)
         return status_app(health=self.health, metrics_text=metrics_text, audit=self._audit)

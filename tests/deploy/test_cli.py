@@ -341,7 +341,7 @@ def test_a_pool_node_does_not_wait_for_torch() -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
     """As in `millrace cache ls | head`, where the output may break while it is written or when it is flushed."""
-    command = "import sys; from deploy import cli; cli.ALONE['cache'] = {}; sys.exit(cli.main(['cache', 'ls']))"
+    command = "import sys; from deploy import cache, cli; cache.run = {}; sys.exit(cli.main(['cache', 'ls']))"
     for work in ("lambda _: print(1)", "lambda _: print('x' * 1000000)"):
         reader, writer = os.pipe()
         os.close(reader)
@@ -392,9 +392,9 @@ def test_one_process_cannot_be_strictly_disaggregated(
 def test_a_pipe_of_another_kind_is_told_of() -> None:
     """Before: a server whose child could not begin left without a word, as if nobody read its output."""
     code = (
-        "import sys\nfrom deploy import cli\n"
+        "import sys\nfrom deploy import cli, explain\n"
         "def broken(parsed): raise BrokenPipeError(32, 'Broken pipe')\n"
-        "cli.ALONE['explain'] = broken\nsys.exit(cli.main(['explain', 'a']))"
+        "explain.run = broken\nsys.exit(cli.main(['explain', 'a']))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (2, b"millrace: [Errno 32] Broken pipe\n")
