@@ -49,7 +49,8 @@ SETTLED = 20.0  # seconds: the warm-up's load before is another one, and workers
 AFTER_CHANGE = 5.0  # seconds that are shown apart
 SLOT = 4.0  # seconds of requests that a point of the plot is the median of
 MEASURES = ("ttft", "tpot", "queue", "prefill", "transfer")
-MEDIANS = (("tpot", "median_tpot"), ("mean_tpot", "tpot"))  # what is told of TPOT, and what placements are compared by
+# Where predictions are in an explanation: of TPOT what is told, and beside it what placements are compared by.
+SOURCES = {name: name for name in MEASURES} | {"tpot": "median_tpot", "mean_tpot": "tpot"}
 TARGET = 15.0  # percent
 
 
@@ -78,7 +79,7 @@ def explained_of(told: dict[str, Any], at: float, kind: str) -> Explained | None
     return Explained(
         at=at,
         kind=kind,
-        predicted={name: last["predicted"][told] for name, told in (*zip(MEASURES, MEASURES, strict=True), *MEDIANS)},
+        predicted={name: last["predicted"][source] for name, source in SOURCES.items()},
         actual={name: value for name in MEASURES if (value := last["actual"][name]) is not None},
         placement=last["decode"] if last["prefill"] == last["decode"] else f"{last['prefill']} → {last['decode']}",
     )
@@ -128,7 +129,7 @@ def looks(spans: Sequence[LoadSpan]) -> list[tuple[str, float, float]]:
     settled = first + min(SETTLED, (change - first) / 3)
     half = (settled + change) / 2
     return [
-        (f"{settled - first:g} s after the warm-up", first, settled),
+        (f"first {settled - first:g} s", first, settled),
         ("steady", settled, change),
         ("steady, first half", settled, half),
         ("steady, second half", half, change),

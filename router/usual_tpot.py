@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
-LATEST = 30  # texts that began beside about as many others: what came under another load is forgotten with them
+LATEST = 30  # texts that began beside about as many others
+NEAR = math.log(2.0)  # predictions farther apart than this say nothing of each other
 SLOPE = (
     0.5  # of ln(observed) by ln(predicted): a part of what predictions of such texts differ by is noise of their own
 )
@@ -22,8 +24,8 @@ MOST = 20.0  # of a logarithm of seconds: beyond it is no latency
 class UsualTpot:
     """By how many others hold a lease where a text is to decode: none, 1, 2 to 3, 4 to 7, and so on.
 
-    Of each such kind the median of ln(observed) + SLOPE · ln(p / predicted) over the latest and the prediction p
-    itself: where nothing of the kind was seen p is all there is.
+    Of each such kind the median of ln(observed) + SLOPE · ln(p / predicted) over those of the latest whose predictions
+    are NEAR p, and p itself: where nothing like it was seen p is all there is.
     """
 
     def __init__(self) -> None:
@@ -44,8 +46,8 @@ class UsualTpot:
         if not latest or not 0.0 < predicted < math.inf:
             return predicted
         at = math.log(predicted)
-        seen = sorted([observed - SLOPE * told for observed, told in latest] + [at - SLOPE * at])
-        return math.exp((seen[(len(seen) - 1) // 2] + seen[len(seen) // 2]) / 2 + SLOPE * at)
+        near = [observed + SLOPE * (at - told) for observed, told in latest if abs(at - told) <= NEAR]
+        return math.exp(median([*near, at])) if near else predicted
 
     def kept(self) -> dict[str, list[tuple[float, float]]]:
         """Its observations as plain data, for `from_kept`."""

@@ -66,7 +66,7 @@ def test_a_prediction_is_read_from_what_the_server_explains() -> None:
     found = explained_of(told(), 3.0, "chat")
     assert found is not None and found.placement == "mixed-0"
     assert found.error("ttft") == pytest.approx(0.1) and found.error("tpot") == pytest.approx(0.2)
-    assert found.error("transfer") is None
+    assert found.error("transfer") is None and found.predicted["mean_tpot"] == 0.03
     apart = explained_of(told("prefill-0"), 3.0, "chat")
     assert apart is not None and apart.placement == "prefill-0 → mixed-0"
     assert explained_of(told(predicted=None), 3.0, "chat") is None
@@ -81,7 +81,7 @@ def test_errors_are_told_by_span_and_kind() -> None:
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in errors_table(explained, spans).splitlines()[2:]
     ]
-    assert rows[0] == ["20 s after the warm-up", "all", "20", *(figures := rows[0][3:])]
+    assert rows[0] == ["first 20 s", "all", "20", *(figures := rows[0][3:])]
     assert rows[2] == ["steady", "all", "40", *figures] and rows[4] == ["steady, first half", "all", "20", *figures]
     assert figures == ["10.0%, 10%, +10.0%", "0.0%", "20.0%, 20%, -20.0%", "0.0%"]
     assert rows[-1] == ["changed, second half", "long", "1", "50.0%, 50%, -50.0%", "0.0%", "—", "—"]

@@ -194,11 +194,19 @@ def test_a_request_that_went_on_without_its_objectives_is_said_to_have() -> None
 def test_an_attempt_shows_predicted_beside_actual() -> None:
     text = text_of(drawn(TOLD))
     assert row(text, "queue") == ["4.0 ms", "5.0 ms", "+25 %"]
-    assert row(text, "each token after") == ["11.0 ms", "9.9 ms", "-10 %"]
+    assert row(text, "each token after (median)") == ["11.0 ms", "9.9 ms", "-10 %"]
     assert row(text, "cached tokens") == ["64", "48"]
     assert row(text, "- from the KV pool") == ["32"] and "held by decode" not in text
     assert row(text, "m-0") == ["m-0", "0.500", "24.0 ms", "13.0 ms"]
     assert "no room was given by d-1 (NoRoom)" in text
+
+
+def test_an_earlier_server_told_a_mean_alone() -> None:
+    earlier = {name: value for name, value in PREDICTED.items() if name != "median_tpot"}
+    text = text_of(drawn({**TOLD, "attempts": [{**ATTEMPT, "predicted": earlier}]}))
+    assert row(text, "each token after (median)") == ["13.0 ms", "9.9 ms", "-24 %"]
+    text = text_of(drawn({**TOLD, "attempts": [{**ATTEMPT, "predicted": {**PREDICTED, "median_tpot": None}}]}))
+    assert row(text, "each token after (median)") == ["-", "9.9 ms"]
 
 
 def test_an_attempt_without_predictions_shows_what_came() -> None:

@@ -138,6 +138,8 @@ async def test_predictions_stand_beside_what_came(watching: Watching, world: Wor
     cost = StepCost(fixed=0.01, token=1e-4, pair=0.0, sequence=1e-3, context=0.0)
     world.add("m", step_cost=cost, max_batched_tokens=512)
     world.placer.policy = policy = Goodput()
+    for _ in range(30):
+        policy.calibration.text_took(0, 0.02, 0.03, both=True)
     async for delta in world.router.generate(wanted(max_tokens=8, slo=Slo(ttft_ms=1000.0, tpot_ms=100.0))):
         world.now += 0.02 if delta.index == 0 else 0.005
     told = explained(world)
@@ -145,6 +147,7 @@ async def test_predictions_stand_beside_what_came(watching: Watching, world: Wor
     assert attempt["predicted"]["ttft"] > 0 and len(attempt["considered"]) >= 1
     assert attempt["considered"][0]["prefill"] == "m"
     (ratios,) = watching.ratios
+    assert attempt["predicted"]["median_tpot"] > 1.1 * attempt["predicted"]["tpot"]
     assert ratios["tpot"] == pytest.approx(attempt["actual"]["tpot"] / attempt["predicted"]["median_tpot"])
     assert policy.calibration._steps._all.count == 1 and policy.calibration.tokens_a_step("m-life") == 1.0
 

@@ -17,8 +17,9 @@ from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
 from router.policy import Decision
 from router.request_state import Attempt, RequestState
-from serving.messages import Build, Delta, FinishReason, Pooling
+from serving.messages import Build, Delta, FinishReason, Pooling, Role
 from tests.router.conftest import World, wanted
+from tests.router.costed import COST
 from tests.router.test_goodput import choose, wanting, worker
 
 
@@ -99,6 +100,22 @@ def test_what_is_told_of_tpot_is_the_middle_and_what_is_compared_the_mean() -> N
     assert predicted.tpot == pytest.approx(0.010**0.75 * 0.030**0.25, rel=0.1)
     assert predicted.median_tpot == pytest.approx(0.010, rel=0.05)
     assert policy.calibration.usual_tpot(0, predicted.tpot, both=True) == predicted.tpot, "no text began alone"
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.MIXED])
+def test_what_is_usual_is_of_the_role_and_of_what_a_text_began_beside(role: Role) -> None:
+    policy, both = Goodput(), role is Role.MIXED
+    here = worker("d", role, leases=3)
+    fleet = (here,) if both else (here, worker("p", Role.PREFILL))
+    for _ in range(40):
+        decision = choose(wanting(), *fleet, policy=policy)
+        assert decision.decode is not None and decision.decode.held_leases == 3 and decision.mixed is both
+        policy.observed(decision, tpot=0.020)
+    kept = policy.calibration.kept()["usual"]
+    assert [list(kinds) for kinds in kept] == ([[], ["2"]] if both else [["2"], []])
+    guessed = choose(wanting(), worker("g", step_cost=replace(COST, samples=0)))
+    (fresh := Goodput()).observed(guessed, tpot=0.020)
+    assert fresh.calibration.kept()["usual"] == [{}, {}]
 
 
 @given(st.lists(st.integers(1, 5), max_size=20))

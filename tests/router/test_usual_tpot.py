@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.calibration import Calibration
-from router.usual_tpot import LATEST, MOST_BESIDE, SLOPE, UsualTpot
+from router.usual_tpot import LATEST, MOST_BESIDE, NEAR, SLOPE, UsualTpot
 
 LATENCIES = st.floats(1e-4, 10.0)
 TEXTS = st.lists(st.tuples(st.integers(0, 9), LATENCIES, LATENCIES), max_size=3 * LATEST)
@@ -32,7 +32,8 @@ def test_it_is_the_median_of_the_latest_of_the_kind(
     texts: list[tuple[int, float, float]], beside: int, at: float
 ) -> None:
     alike = [(told, seen) for other, told, seen in texts if kind(other) == kind(beside)][-LATEST:]
-    moved = [math.log(seen) + SLOPE * math.log(at / told) for told, seen in alike]
+    near = [(told, seen) for told, seen in alike if abs(math.log(at) - math.log(told)) <= NEAR]
+    moved = [math.log(seen) + SLOPE * math.log(at / told) for told, seen in near]
     wanted = math.exp(statistics.median([*moved, math.log(at)]))
     assert learned(texts).at(beside, at) == pytest.approx(wanted, rel=1e-6)
 
@@ -54,7 +55,27 @@ def test_what_began_beside_others_is_another_matter() -> None:
 
 def test_of_what_predictions_differ_by_a_part_is_noise() -> None:
     found = learned([(1, 0.010, 0.010)] * LATEST)
-    assert found.at(1, 0.020) == pytest.approx(0.010 * 2**SLOPE)
+    assert found.at(1, 0.0144) == pytest.approx(0.012), "half of the logarithm"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.7, 0.9])
+def test_texts_that_take_far_longer_are_told_so(share: float) -> None:
+    """Long contexts among short ones, or slow workers among quick ones, that nothing begins beside."""
+    draw, found = random.Random(5), UsualTpot()
+    for _ in range(300):
+        predicted = 0.069 if draw.random() < share else 0.017
+        found.observe(0, predicted, predicted * draw.lognormvariate(0.0, 0.03))
+    for predicted in (0.017, 0.069):
+        assert found.at(0, predicted) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("slow", "quick", "told"), [(15, 13, 0.012), (15, 15, 0.010), (15, 16, 0.008), (500, 16, 0.008)]
+)
+def test_the_thirty_latest_count(slow: int, quick: int, told: float) -> None:
+    """Where as many were slower as were quicker, what is predicted lies between."""
+    found = learned([(0, 0.010, 0.012)] * slow + [(0, 0.010, 0.008)] * quick)
+    assert found.at(0, 0.010) == pytest.approx(told)
 
 
 def test_it_forgets() -> None:

@@ -15,7 +15,9 @@ from serving.messages import Role
 
 
 def known(at: float, tokens: int = 256, **fields: object) -> PlacedText:
-    plain = PlacedText(at=at, worker="one", tokens=tokens, raw=0.01, predicted=0.01, step=0.01, rows=1, share=0.0)
+    plain = PlacedText(
+        at=at, worker="one", tokens=tokens, raw=0.01, predicted=0.01, told=0.01, step=0.01, rows=1, share=0.0
+    )
     return replace(plain, **{"ended": at + 10.0, "first_token": at + 1.0, "observed": 0.01, **fields})
 
 
