@@ -32,7 +32,7 @@ from bench.own_server import ROOT, commit
 
 DONE, SOME_FAILED, UNUSABLE, STOPPED = 0, 1, 2, 130  # exit statuses
 FACTS_SECONDS = 60.0
-SERVER_MODULES = ("deploy.serve", "deploy.worker.process", "triton")
+SERVER_MODULES = ("deploy.serve", "deploy.frontend", "deploy.local", "deploy.worker.process", "triton")
 MINIATURE_TICK = 2.0
 TICK = 5.0
 

@@ -189,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] and arguments[0] in COMMANDS:
             known = translate(arguments)
             arguments, told = known.arguments, known.told
-        parsed = make_parser(arguments[0] if arguments else "").parse_args(arguments)
+        parsed = make_parser(_asked_for(arguments)).parse_args(arguments)
         if parsed.command in ALONE:
             _, module = ALONE[parsed.command]
             code: int = import_module(module).run(parsed)
@@ -226,6 +226,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _asked_for(arguments: Sequence[str]) -> str | None:
+    """The command, or what stands in its place; None for a flag that is not known: its error goes by all commands."""
+    first, *_ = (*arguments, "")
+    return None if first.startswith("-") and first not in ("-h", "--help", "--version") else first
 
 
 def _log_early(command: str, given: Mapping[str, Any]) -> None:

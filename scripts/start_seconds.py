@@ -16,6 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from pathlib import Path
 
 from bench.own_server import ROOT, free_port
@@ -45,7 +46,7 @@ def is_ready(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=10.0) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (urllib.error.URLError, HTTPException, OSError):
         return False
 
 
@@ -55,6 +56,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6, metavar="N", help="(6)")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of millrace serve: a model, and flags")
     given = parser.parse_args()
+    if given.turns < 1:
+        parser.error("--turns: at least 1")
     taken: dict[Path, list[float]] = {ROOT: [], **{folder.resolve(): [] for folder in given.against}}
     for turn in range(given.turns):
         for checkout in list(taken)[:: -1 if turn % 2 else 1]:

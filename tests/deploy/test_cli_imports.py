@@ -10,7 +10,8 @@ import pytest
 from deploy.cli import ALONE, COMMANDS, main, make_parser
 from scripts.flags import commands
 
-WEB = {"fastapi", "starlette", "uvicorn", "pydantic"}
+API = {"fastapi", "starlette", "pydantic"}
+WEB = {*API, "uvicorn"}
 
 
 def imported(program: str) -> set[str]:
@@ -40,6 +41,24 @@ def test_without_a_command_all_are_named(arguments: list[str], capsys: pytest.Ca
 def test_help_is_quick() -> None:
     program = "from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass"
     assert not imported(program) & {*WEB, "torch", "numpy", "rich"}
+
+
+def test_what_is_no_command_is_told_of_as_among_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--nonsense", "serve", "model", "--port", "1"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --nonsense\n")
+
+
+def test_a_command_that_runs_imports_no_other() -> None:
+    """It ends since the node has room nowhere: `deploy.cli` is what children run."""
+    program = "import sys; from deploy.cli import main; main(['kvcache', '--ram', '0'])"
+    told = imported(f"{program}; assert 'deploy.cli' in sys.modules and 'deploy.autoscale' not in sys.modules")
+    assert not told & {*WEB, "torch", "bench"}
+
+
+def test_children_begin_before_the_api_is_imported() -> None:
+    """It is imported in a thread of the front, once they have been started (`deploy.serve._frontend`)."""
+    assert not imported("import deploy.cli, deploy.serve") & API
 
 
 def test_a_pool_node_waits_for_neither_torch_nor_a_web_framework() -> None:
