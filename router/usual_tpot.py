@@ -14,9 +14,7 @@ from typing import Any
 
 LATEST = 30  # texts that began beside about as many others
 NEAR = math.log(2.0)  # predictions farther apart than this say nothing of each other
-SLOPE = (
-    0.5  # of ln(observed) by ln(predicted): a part of what predictions of such texts differ by is noise of their own
-)
+SLOPE = 0.5  # of ln(observed) by ln(predicted): a part of what predictions differ by is noise of their own
 MOST_BESIDE = 16  # powers of two
 MOST = 20.0  # of a logarithm of seconds: beyond it is no latency
 
