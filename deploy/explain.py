@@ -105,7 +105,7 @@ def attempt_table(attempt: Told) -> Table:
             told, came = predicted.get(before, predicted[after]), actual[after]  # an earlier server told the mean alone
             table.add_row(name, shown(told), shown(came), off_by(told, came))
         elif actual[after] is not None:
-            table.add_row(name, shown(actual[after]))
+            table.add_row(name.removesuffix(" (median)"), shown(actual[after]))
     cached = attempt["cached_tokens"]
     came = "-" if cached["actual"] is None else str(cached["actual"])
     table.add_row("cached tokens", *((came,) if predicted is None else (str(cached["expected"]), came)))

@@ -215,7 +215,7 @@ def test_an_attempt_without_predictions_shows_what_came() -> None:
     attempts = [attempt, {**attempt, **nothing}]
     failed = {**TOLD, "outcome": "failed", "within_slo": False, "error": "Unavailable: x", "attempts": attempts}
     text = text_of(drawn(failed))
-    assert row(text, "queue") == ["5.0 ms"] and "predicted" not in text
+    assert row(text, "queue") == ["5.0 ms"] and "predicted" not in text and "median" not in text
     assert "downgraded" in text and "ended by WorkerLost: gone" in text and "missed its objectives" in text
 
 
