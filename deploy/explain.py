@@ -26,7 +26,7 @@ PARTS = (
     ("prefill", "prefill", "prefill"),
     ("first token", "ttft", "ttft"),
     ("transfer", "transfer", "transfer"),
-    ("each token after (median)", "median_tpot", "tpot"),
+    ("each token after", "median_tpot", "tpot"),
 )
 # Rows below the tokens that were not computed: where some of them were.
 TIERS = {"pool": "- from the KV pool", "decode": "- held by decode worker"}
@@ -103,9 +103,10 @@ def attempt_table(attempt: Told) -> Table:
     for name, before, after in PARTS:
         if predicted is not None:
             told, came = predicted.get(before, predicted[after]), actual[after]  # an earlier server told the mean alone
-            table.add_row(name, shown(told), shown(came), off_by(told, came))
+            kind = " (median)" if before == "median_tpot" and predicted.get(before) is not None else ""
+            table.add_row(name + kind, shown(told), shown(came), off_by(told, came))
         elif actual[after] is not None:
-            table.add_row(name.removesuffix(" (median)"), shown(actual[after]))
+            table.add_row(name, shown(actual[after]))
     cached = attempt["cached_tokens"]
     came = "-" if cached["actual"] is None else str(cached["actual"])
     table.add_row("cached tokens", *((came,) if predicted is None else (str(cached["expected"]), came)))

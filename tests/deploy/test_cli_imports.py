@@ -50,9 +50,10 @@ def test_what_is_no_command_is_told_of_as_among_all(capsys: pytest.CaptureFixtur
 
 
 def test_a_command_that_runs_imports_no_other() -> None:
-    """It ends since the node has room nowhere: `deploy.cli` is what children run."""
-    program = "import sys; from deploy.cli import main; main(['kvcache', '--ram', '0'])"
-    told = imported(f"{program}; assert 'deploy.cli' in sys.modules and 'deploy.autoscale' not in sys.modules")
+    """A node that has room nowhere, and so ends once it has looked at its settings."""
+    program = "import sys; from deploy.cli import main; code = main(['kvcache', '--ram', '0'])"
+    begun = "'deploy.kvcache_process' in sys.modules and 'deploy.autoscale' not in sys.modules"
+    told = imported(f"{program}; assert code == 2 and {begun}")
     assert not told & {*WEB, "torch", "bench"}
 
 
