@@ -26,7 +26,7 @@ PARTS = (
     ("prefill", "prefill", "prefill"),
     ("first token", "ttft", "ttft"),
     ("transfer", "transfer", "transfer"),
-    ("each token after", "median_tpot", "tpot"),
+    ("each token after", "usual_tpot", "tpot"),
 )
 # Rows below the tokens that were not computed: where some of them were.
 TIERS = {"pool": "- from the KV pool", "decode": "- held by decode worker"}
@@ -102,8 +102,8 @@ def attempt_table(attempt: Told) -> Table:
     table = plain_table(("",), headings)
     for name, before, after in PARTS:
         if predicted is not None:
-            told, came = predicted.get(before, predicted[after]), actual[after]  # an earlier server told the mean alone
-            kind = " (median)" if before == "median_tpot" and predicted.get(before) is not None else ""
+            told, came = predicted.get(before, predicted[after]), actual[after]  # a server of before has no usual TPOT
+            kind = " (usual)" if before == "usual_tpot" and predicted.get(before) is not None else ""
             table.add_row(name + kind, shown(told), shown(came), off_by(told, came))
         elif actual[after] is not None:
             table.add_row(name, shown(actual[after]))

@@ -109,8 +109,8 @@ class ExplainLog:
             if predicted is None:
                 continue
             ttft = actual / predicted.ttft if actual is not None and predicted.ttft > 0 else None
-            median = predicted.median_tpot or 0.0
-            tpot = attempt.tpot / median if attempt.tpot is not None and median > 0 else None
+            usual = predicted.usual_tpot or 0.0
+            tpot = attempt.tpot / usual if attempt.tpot is not None and usual > 0 else None
             self.observer.predicted(ttft=ttft, tpot=tpot)
 
     def _keep(self, name: str, who: Mapping[str, str] | None, explained: bytes) -> None:

@@ -58,7 +58,7 @@ class Goodput:
         predicted, decode = considered[0].predicted, chosen.decode
         if predicted is not None and decode is not None:
             beside, both = decode.held_leases, decode.prefills
-            predicted.median_tpot = self.calibration.usual_tpot(beside, predicted.tpot, both=both)
+            predicted.usual_tpot = self.calibration.usual_tpot(beside, predicted.tpot, both=both)
         return Decision(decode, chosen.prefill, reason, predicted, considered, demand.texts)
 
     def observed(

@@ -1,29 +1,35 @@
-"""What TPOT texts usually have that begin as one does now: the middle of what the latest had, not their mean.
+"""What TPOT texts usually have that begin as one does now: where most of the latest lie, not their mean or median.
 
-Pure. A mean says what many texts cost together. Of one it says too much where most are alone on their worker and few
-are joined by many others.
+Pure. A mean says what many texts cost together. Where most are alone on their worker and take about the same, and a few
+are joined by others and take far longer, both the mean and the median are longer than what most take.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 LATEST = 30  # texts that began beside about as many others
+HALVED = 12  # of these: one after which so many have ended counts half
 NEAR = math.log(2.0)  # predictions farther apart than this say nothing of each other
-SLOPE = 0.5  # of ln(observed) by ln(predicted): a part of what predictions differ by is noise of their own
+NOISE = 0.2  # of ln(predicted): by what predictions differ more texts differ too
+MOST = 0.6  # of what counts: the narrowest range that holds so much is where texts usually lie
 MOST_BESIDE = 16  # powers of two
-MOST = 20.0  # of a logarithm of seconds: beyond it is no latency
+LARGEST = 20.0  # of a logarithm of seconds: beyond it is no latency
+
+_BY_AGE = tuple(0.5 ** (age / HALVED) for age in range(LATEST))
 
 
 class UsualTpot:
     """By how many others hold a lease where a text is to decode: none, 1, 2 to 3, 4 to 7, and so on.
 
-    Of each such kind the median of ln(observed) + SLOPE · ln(p / predicted) over those of the latest whose predictions
-    are NEAR p, and p itself: where nothing like it was seen p is all there is.
+    Of each such kind the middle of the narrowest range that holds MOST of the latest texts whose predictions are NEAR
+    p, counted by their age, and of p itself, which counts 1: of ln(observed), moved by what ln(p) and ln(predicted)
+    differ by beyond NOISE. It is a weighted least quantile of squares (Rousseeuw, 1984). Where nothing like it was seen
+    p is all there is.
     """
 
     def __init__(self) -> None:
@@ -35,17 +41,21 @@ class UsualTpot:
             self._add(_kind(beside), math.log(observed), math.log(predicted))
 
     def _add(self, kind: int, observed: float, predicted: float) -> None:
-        if abs(observed) <= MOST and abs(predicted) <= MOST:
+        if abs(observed) <= LARGEST and abs(predicted) <= LARGEST:
             self._latest.setdefault(kind, deque(maxlen=LATEST)).append((observed, predicted))
 
     def at(self, beside: int, predicted: float) -> float:
-        """Seconds that half of the texts that begin beside so many, and are predicted so, do not exceed."""
+        """Seconds that texts usually take, a token, that begin beside so many and are predicted so."""
         latest = self._latest.get(_kind(beside))
         if not latest or not 0.0 < predicted < math.inf:
             return predicted
         at = math.log(predicted)
-        near = [observed + SLOPE * (at - told) for observed, told in latest if abs(at - told) <= NEAR]
-        return math.exp(median([*near, at])) if near else predicted
+        counted = [
+            (observed + _beyond_noise(at - told), age)
+            for age, (observed, told) in zip(_BY_AGE, reversed(latest), strict=False)
+            if abs(at - told) <= NEAR
+        ]
+        return math.exp(densest([*counted, (at, 1.0)])) if counted else predicted
 
     def kept(self) -> dict[str, list[tuple[float, float]]]:
         """Its observations as plain data, for `from_kept`."""
@@ -59,10 +69,34 @@ class UsualTpot:
             if not 0 <= int(kind) <= MOST_BESIDE:
                 raise ValueError(f"no kind of texts: {kind}")
             for observed, predicted in latest:
-                if not (abs(observed) <= MOST and abs(predicted) <= MOST):
+                if not (abs(observed) <= LARGEST and abs(predicted) <= LARGEST):
                     raise ValueError(f"no logarithms of latencies: {observed}, {predicted}")
                 made._add(int(kind), float(observed), float(predicted))
         return made
+
+
+def densest(counted: Sequence[tuple[float, float]], share: float = MOST) -> float:
+    """The middle of the narrowest range with `share` of all weight; of several the lowest.
+
+    `counted` are values and their weights, positive, at least one; `share` is above 0 and at most 1.
+    """
+    ordered = sorted(counted)
+    weights = [0.0, *accumulate(weight for _, weight in ordered)]
+    wanted = share * weights[-1] * (1 - 1e-9)  # a sum of parts may be less than the part of a sum
+    last, narrowest, found = 0, math.inf, ordered[0][0]
+    for first, (low, _) in enumerate(ordered):
+        while weights[last] - weights[first] < wanted:
+            if last == len(ordered):
+                return found
+            last += 1
+        high = ordered[last - 1][0]
+        if high - low < narrowest:
+            narrowest, found = high - low, (low + high) / 2
+    return found
+
+
+def _beyond_noise(difference: float) -> float:
+    return math.copysign(max(0.0, abs(difference) - NOISE), difference)
 
 
 def _kind(beside: int) -> int:

@@ -47,7 +47,7 @@ class PlacedText:
     tokens: int
     raw: float  # seconds a token, before corrections
     predicted: float
-    told: float  # the median
+    told: float  # what is usual
     step: float
     rows: int
     share: float
@@ -86,7 +86,7 @@ class WatchedGoodput(Goodput):
                 tokens=demand.tokens,
                 raw=told.token,
                 predicted=told.tpot,
-                told=told.median_tpot or told.tpot,
+                told=told.usual_tpot or told.tpot,
                 step=told.step,
                 rows=there.held_leases,
                 share=there.prompt_share,
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         every = [known for run in chats for known in run]
         print(f"{phase}, {len(every)} chats: median error of TPOT")
         print(f"  as predicted, a mean: {median(abs(known.predicted / known.observed - 1) for known in every):.1%}")
-        print(f"  as told, a median: {median(abs(known.told / known.observed - 1) for known in every):.1%}")
+        print(f"  as told, what is usual: {median(abs(known.told / known.observed - 1) for known in every):.1%}")
         for name, features in BOUNDS.items():
             print(f"  {name}: {bound(chats, features):.1%}")
         for later in range(3):

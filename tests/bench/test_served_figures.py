@@ -56,7 +56,7 @@ def test_the_verdict_of_an_overload() -> None:
 
 def told(prefill: str = "mixed-0", **changes: Any) -> dict[str, Any]:
     predicted = {"queue": 0.1, "prefill": 0.2, "transfer": 0.0, "ttft": 0.33, "tpot": 0.03, "step": 0.01}
-    predicted["median_tpot"] = 0.02
+    predicted["usual_tpot"] = 0.02
     actual = {"queue": 0.1, "prefill": 0.1, "transfer": None, "ttft": 0.3, "tpot": 0.025}
     attempt = {"prefill": prefill, "decode": "mixed-0", "predicted": predicted, "actual": actual} | changes
     return {"id": "cmpl-1", "sequences": [{"attempts": [attempt]}]}

@@ -25,7 +25,7 @@ from serving.errors import Unavailable
 
 PREDICTED: dict[str, Any] = {
     "queue": 0.004, "prefill": 0.02, "transfer": 0.002, "step": 0.01, "token": 0.011, "ttft": 0.024, "tpot": 0.013,
-    "median_tpot": 0.011, "error": 0.1,
+    "usual_tpot": 0.011, "error": 0.1,
 }  # fmt: skip
 ATTEMPT: dict[str, Any] = {
     "prefill": "p-0",
@@ -194,7 +194,7 @@ def test_a_request_that_went_on_without_its_objectives_is_said_to_have() -> None
 def test_an_attempt_shows_predicted_beside_actual() -> None:
     text = text_of(drawn(TOLD))
     assert row(text, "queue") == ["4.0 ms", "5.0 ms", "+25 %"]
-    assert row(text, "each token after (median)") == ["11.0 ms", "9.9 ms", "-10 %"]
+    assert row(text, "each token after (usual)") == ["11.0 ms", "9.9 ms", "-10 %"]
     assert row(text, "cached tokens") == ["64", "48"]
     assert row(text, "- from the KV pool") == ["32"] and "held by decode" not in text
     assert row(text, "m-0") == ["m-0", "0.500", "24.0 ms", "13.0 ms"]
@@ -202,11 +202,11 @@ def test_an_attempt_shows_predicted_beside_actual() -> None:
 
 
 def test_an_earlier_server_told_a_mean_alone() -> None:
-    earlier = {name: value for name, value in PREDICTED.items() if name != "median_tpot"}
+    earlier = {name: value for name, value in PREDICTED.items() if name != "usual_tpot"}
     text = text_of(drawn({**TOLD, "attempts": [{**ATTEMPT, "predicted": earlier}]}))
     assert row(text, "each token after") == ["13.0 ms", "9.9 ms", "-24 %"]
-    assert "median" not in text
-    text = text_of(drawn({**TOLD, "attempts": [{**ATTEMPT, "predicted": {**PREDICTED, "median_tpot": None}}]}))
+    assert "usual" not in text
+    text = text_of(drawn({**TOLD, "attempts": [{**ATTEMPT, "predicted": {**PREDICTED, "usual_tpot": None}}]}))
     assert row(text, "each token after") == ["-", "9.9 ms"]
 
 
@@ -216,7 +216,7 @@ def test_an_attempt_without_predictions_shows_what_came() -> None:
     attempts = [attempt, {**attempt, **nothing}]
     failed = {**TOLD, "outcome": "failed", "within_slo": False, "error": "Unavailable: x", "attempts": attempts}
     text = text_of(drawn(failed))
-    assert row(text, "queue") == ["5.0 ms"] and "predicted" not in text and "median" not in text
+    assert row(text, "queue") == ["5.0 ms"] and "predicted" not in text and "usual" not in text
     assert "downgraded" in text and "ended by WorkerLost: gone" in text and "missed its objectives" in text
 
 

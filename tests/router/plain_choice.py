@@ -70,7 +70,7 @@ def plain_choice(calibration: Calibration, demand: Demand, view: FleetView, now:
     considered = tuple(pair.told for pair in (chosen, *others[: KEPT - 1]))
     if chosen.decode is not None:
         beside, both = chosen.decode.held_leases, chosen.decode.prefills
-        chosen.predicted.median_tpot = calibration.usual_tpot(beside, chosen.predicted.tpot, both=both)
+        chosen.predicted.usual_tpot = calibration.usual_tpot(beside, chosen.predicted.tpot, both=both)
     return Decision(chosen.decode, chosen.prefill, reason, chosen.predicted, considered, demand.texts)
 
 

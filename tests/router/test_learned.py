@@ -89,7 +89,7 @@ def test_tokens_come_sooner_where_a_step_brings_several(accepted: float) -> None
     assert again.tokens_a_step("w-life") == pytest.approx(policy.calibration.tokens_a_step("w-life"))
 
 
-def test_what_is_told_of_tpot_is_the_middle_and_what_is_compared_the_mean() -> None:
+def test_what_is_told_of_tpot_is_what_most_have_and_what_is_compared_the_mean() -> None:
     """Three texts of four are alone, one is joined by many: no request is told what none of them had."""
     policy, here = Goodput(), worker("w", rows=4)
     for number in range(400):
@@ -98,7 +98,7 @@ def test_what_is_told_of_tpot_is_the_middle_and_what_is_compared_the_mean() -> N
         assert predicted is not None and predicted is decision.considered[0].predicted
         policy.observed(decision, tpot=0.010 if number % 4 else 0.030)
     assert predicted.tpot == pytest.approx(0.010**0.75 * 0.030**0.25, rel=0.1)
-    assert predicted.median_tpot == pytest.approx(0.010, rel=0.05)
+    assert predicted.usual_tpot == pytest.approx(0.010, rel=0.05)
     assert policy.calibration.usual_tpot(0, predicted.tpot, both=True) == predicted.tpot, "no text began alone"
 
 
