@@ -107,7 +107,7 @@ class Calibration:
         return self._further[both].of(decode)
 
     def usual_tpot(self, beside: int, predicted: float, *, both: bool = False) -> float:
-        """What most texts take about that begin beside so many, and are predicted so; seconds a token."""
+        """What texts usually take, a token, that begin beside so many and are predicted so; seconds."""
         return self._usual[both].at(beside, predicted)
 
     def tokens_a_step(self, decode: str, apart: float = 0.0) -> float:

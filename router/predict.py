@@ -29,7 +29,7 @@ class Prediction:
     """Seconds. The handoff delays the second token, so `transfer` counts in `token`.
 
     `ttft` is `queue` and `prefill`, corrected by what such predictions came to; `tpot` is `token`, corrected likewise:
-    a mean, which placements are compared by. `usual_tpot` is what most of such texts take about, told of the chosen
+    a mean, which placements are compared by. `usual_tpot` is what such texts usually take, told of the chosen
     placement, where it decodes (router.usual_tpot).
     `error` and `tpot_error` are the standard deviations of ln(observed / predicted); `urgency` is whose errors TTFT's
     are (router.calibration). `due_in` is when the first token of a text is due, seconds from the decision on;

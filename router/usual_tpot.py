@@ -1,7 +1,7 @@
 """What TPOT texts usually have that begin as one does now: where most of the latest lie, not their mean or median.
 
-Pure. A mean says what many texts cost together. Where most are alone on their worker and take about the same, and a few
-are joined by others and take far longer, both the mean and the median are longer than what most take.
+Pure. A mean says what many texts cost together. Where more than half are alone on their worker and take about the same,
+and the others take far longer, the mean is longer than what any takes, and the median than what most take.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 LATEST = 30  # texts that began beside about as many others
-HALVED = 12  # of these: one after which so many have ended counts half
+HALVED = 12  # of those that count: one after which so many have ended counts half
 NEAR = math.log(2.0)  # predictions farther apart than this say nothing of each other
 NOISE = 0.2  # of ln(predicted): by what predictions differ more texts differ too
 MOST = 0.6  # of what counts: the narrowest range that holds so much is where texts usually lie
@@ -26,10 +26,10 @@ _BY_AGE = tuple(0.5 ** (age / HALVED) for age in range(LATEST))
 class UsualTpot:
     """By how many others hold a lease where a text is to decode: none, 1, 2 to 3, 4 to 7, and so on.
 
-    Of each such kind the middle of the narrowest range that holds MOST of the latest texts whose predictions are NEAR
-    p, counted by their age, and of p itself, which counts 1: of ln(observed), moved by what ln(p) and ln(predicted)
-    differ by beyond NOISE. It is a weighted least quantile of squares (Rousseeuw, 1984). Where nothing like it was seen
-    p is all there is.
+    What is told of a text is the middle of the narrowest range that holds MOST of what counts, a weighted least
+    quantile of squares (Rousseeuw, 1984). What counts are the latest texts of its kind whose predictions are NEAR its
+    own, p, each by how many of these have ended since, and p itself by 1. Their values are ln(observed), moved by what
+    ln(p) and ln(predicted) differ by beyond NOISE. Where nothing like it was seen p is told.
     """
 
     def __init__(self) -> None:
@@ -50,12 +50,8 @@ class UsualTpot:
         if not latest or not 0.0 < predicted < math.inf:
             return predicted
         at = math.log(predicted)
-        counted = [
-            (observed + _beyond_noise(at - told), age)
-            for age, (observed, told) in zip(_BY_AGE, reversed(latest), strict=False)
-            if abs(at - told) <= NEAR
-        ]
-        return math.exp(densest([*counted, (at, 1.0)])) if counted else predicted
+        near = [observed + _beyond_noise(at - told) for observed, told in reversed(latest) if abs(at - told) <= NEAR]
+        return math.exp(densest([*zip(near, _BY_AGE, strict=False), (at, 1.0)])) if near else predicted
 
     def kept(self) -> dict[str, list[tuple[float, float]]]:
         """Its observations as plain data, for `from_kept`."""

@@ -49,7 +49,7 @@ class ClassMetrics:
         )
         self.ttft = self._histogram("ttft_prediction_ratio", "Observed by predicted time to the first token")
         self.tpot = self._histogram(
-            "tpot_prediction_ratio", "Observed by predicted (median) time for each token after it"
+            "tpot_prediction_ratio", "Observed by predicted (usual) time for each token after it"
         )
         registry.register(_QueueByClass(model_name, self.classes, waiting, prefix))
 

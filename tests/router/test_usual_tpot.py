@@ -61,13 +61,12 @@ def test_it_is_the_densest_of_the_latest_of_the_kind(
     texts: list[tuple[int, float, float]], beside: int, at: float
 ) -> None:
     counted = [(math.log(at), 1.0)]
-    for age, (told, seen) in enumerate(
-        [(told, seen) for other, told, seen in reversed(texts) if kind(other) == kind(beside)][:30]
-    ):
+    alike = [(told, seen) for other, told, seen in reversed(texts) if kind(other) == kind(beside)][:30]
+    for told, seen in alike:
         apart = math.log(at) - math.log(told)
         if abs(apart) <= math.log(2.0):
             moved = math.copysign(max(0.0, abs(apart) - 0.2), apart)
-            counted.append((math.log(seen) + moved, 0.5 ** (age / 12)))
+            counted.append((math.log(seen) + moved, 0.5 ** ((len(counted) - 1) / 12)))
     assert learned(texts).at(beside, at) == pytest.approx(math.exp(densest(counted, 0.6)), rel=1e-6)
 
 
@@ -130,13 +129,38 @@ def test_the_prediction_itself_counts_as_one() -> None:
     assert learned([(0, 0.010, 0.012)] * 3).at(0, 0.010) == pytest.approx(0.012)
 
 
-@pytest.mark.parametrize(("quick", "told"), [(4, 0.020), (13, 0.010), (20, 0.010)])
-def test_a_change_is_told_after_a_dozen_texts(quick: int, told: float) -> None:
+@pytest.mark.parametrize(
+    ("at", "quick", "told"),
+    [
+        *((0.010, 6, 0.020), (0.010, 7, 0.010 * math.sqrt(2.0)), (0.010, 11, 0.010 * math.sqrt(2.0))),
+        *((0.010, 12, 0.010), (0.010, 30, 0.010)),
+        *((0.020, 7, 0.020), (0.020, 13, 0.010)),
+    ],
+)
+def test_a_change_is_told_after_a_dozen_texts(at: float, quick: int, told: float) -> None:
     """While neither weighs three fifths, what is told lies between."""
-    found = learned([(0, 0.010, 0.020)] * 500 + [(0, 0.010, 0.010)] * quick)
-    assert found.at(0, 0.010) == pytest.approx(told)
-    between = learned([(0, 0.010, 0.020)] * 500 + [(0, 0.010, 0.010)] * 8).at(0, 0.010)
-    assert between == pytest.approx(0.010 * math.sqrt(2.0))
+    found = learned([(0, at, 0.020)] * 500 + [(0, at, 0.010)] * quick)
+    assert found.at(0, at) == pytest.approx(told)
+
+
+@pytest.mark.parametrize("share", [10, 20])
+def test_texts_age_by_those_that_count(share: int) -> None:
+    """Long contexts among many short ones, which all begin alone, take 1.4 times as long as predicted."""
+    draw, found = random.Random(5), UsualTpot()
+    for number in range(800):
+        predicted, factor = (0.05, 1.4) if number % share == 7 else (0.01, 1.0)
+        found.observe(0, predicted, predicted * factor * draw.lognormvariate(0.0, 0.03))
+    assert found.at(0, 0.05) == pytest.approx(0.07, rel=0.1 if share == 10 else 0.2)
+
+
+def test_each_of_the_latest_counts_by_its_age() -> None:
+    """Each takes 1.1 times as long as the one before, so that what is told says which of them count, and how much."""
+    took = [0.010 * 1.1**place for place in range(40)]
+    weights = [0.5 ** (age / 12) for age in range(30)]
+    counted = [*zip(map(math.log, reversed(took)), weights, strict=False), (math.log(0.18), 1.0)]
+    assert learned([(0, 0.18, seconds) for seconds in took]).at(0, 0.18) == pytest.approx(
+        math.exp(densest(counted, 0.6)), rel=1e-9
+    )
 
 
 def test_it_forgets() -> None:
