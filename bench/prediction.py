@@ -4,7 +4,7 @@
 
 It starts a server of this checkout with the goodput policy, sends chats at a steady rate, then more of them with long
 prompts among them, and asks the server to explain every request. The error of a prediction is |predicted / actual - 1|;
-of TPOT what is usual is what was predicted.
+of TPOT the prediction is what is told as usual.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def attempt_table(attempt: Told) -> Table:
     table = plain_table(("",), headings)
     for name, before, after in PARTS:
         if predicted is not None:
-            told, came = predicted.get(before, predicted[after]), actual[after]  # a server of before has no usual TPOT
+            told, came = predicted.get(before, predicted[after]), actual[after]  # an older server tells no usual TPOT
             kind = " (usual)" if before == "usual_tpot" and predicted.get(before) is not None else ""
             table.add_row(name + kind, shown(told), shown(came), off_by(told, came))
         elif actual[after] is not None:

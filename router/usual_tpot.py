@@ -1,7 +1,7 @@
 """What TPOT texts usually have that begin as one does now: where most of the latest lie, not their mean or median.
 
 Pure. A mean says what many texts cost together. Where more than half are alone on their worker and take about the same,
-and the others take far longer, the mean is longer than what any takes, and the median than what most take.
+and the others take far longer, the mean is what few take, and the median lies at the upper end of the many.
 """
 
 from __future__ import annotations
