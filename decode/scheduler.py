@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Protocol
 
 from decode.model_drafts import Drafts
 from decode.speculation import DraftTurns, Speculation
@@ -76,6 +78,14 @@ class DraftOrOverlap:
             self.drawing = 0
 
 
+class Pauses(Protocol):
+    """Says who is left out of a step, for prompts that are computed beside it (prefill.pauses)."""
+
+    def beyond(self, running: Sequence[SequenceState], now: float) -> float:
+        """Sequences less important than this priority pause if their tokens are due at no time; infinite: none do."""
+        ...
+
+
 class DecodeScheduler:
     """The running batch: by priority, then in order of arrival. With `speculation` a step may try more than one token.
 
@@ -88,6 +98,7 @@ class DecodeScheduler:
         self, kv: KVBlocks, *, max_model_len: int, speculation: Speculation | None = None, for_prompts: int = 0
     ):
         self.kv = kv
+        self.pauses: Pauses | None = None  # for prompts that are computed here too
         self.for_prompts = for_prompts
         self.max_model_len = max_model_len
         self.speculation = speculation
@@ -97,6 +108,7 @@ class DecodeScheduler:
         self._token: dict[SequenceState, Work] = {}  # one token of each that runs
         self._joined: list[SequenceState] = []  # since the last step was planned
         self.preemptions = 0
+        self.paused = 0  # times that a sequence was left out of a step
 
     def add(self, seq: SequenceState) -> None:
         """A sequence whose KV is here up to its last token joins the batch."""
@@ -119,9 +131,10 @@ class DecodeScheduler:
         self._begin(now)
         choice = self.choice  # None where nothing is drafted
         drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
-        ready = self._grown(plan)
+        rows = self._unpaused(now)
+        ready = self._grown(rows, plan)
         if ready is None:
-            self._fill_preempting(plan, now)
+            self._fill_preempting(rows, plan, now)
         elif drafting and (drafts := self._draft_all(ready, plan, now)):
             for seq in ready:
                 draft = drafts.get(seq, ())
@@ -132,9 +145,21 @@ class DecodeScheduler:
         if choice is not None and drafting:
             choice.began(len(plan.work))
 
-    def _grown(self, plan: StepPlan) -> list[SequenceState] | None:
+    def _unpaused(self, now: float) -> Sequence[SequenceState]:
+        """Those that run, without those that pause."""
+        if self.pauses is None or not self.running:
+            return self.running
+        beyond = self.pauses.beyond(self.running, now)
+        if beyond == inf:
+            return self.running
+        goals = [(seq, seq.objectives) for seq in self.running]
+        rows = [seq for seq, each in goals if each.priority <= beyond or each.origin < inf]
+        self.paused += len(self.running) - len(rows)
+        return rows
+
+    def _grown(self, rows: Sequence[SequenceState], plan: StepPlan) -> list[SequenceState] | None:
         """Those that the step has room for, each with blocks for its token; None where one lacks a block."""
-        ready = [seq for seq in self.running if seq.grammar is None or seq.may_draw][: min(plan.tokens, plan.seqs)]
+        ready = [seq for seq in rows if seq.grammar is None or seq.may_draw][: min(plan.tokens, plan.seqs)]
         size = self.kv.block_size
         lacking = [seq for seq in ready if len(seq.tokens) > len(seq.blocks) * size or seq.offload is not None]
         try:
@@ -144,10 +169,10 @@ class DecodeScheduler:
             return None
         return ready
 
-    def _fill_preempting(self, plan: StepPlan, now: float) -> None:
+    def _fill_preempting(self, rows: Sequence[SequenceState], plan: StepPlan, now: float) -> None:
         """A token for each that there are blocks for, those of others if need be. Nothing is drafted."""
         preempted = plan.preempted
-        for seq in list(self.running):
+        for seq in list(rows):
             if plan.tokens < 1 or plan.seqs < 1:
                 break
             if seq in preempted or (seq.grammar is not None and not seq.may_draw):

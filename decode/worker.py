@@ -339,7 +339,11 @@ class DecodeWorker:
             "leases_refused": self.room.not_granted,
         }
         labelled = {f"{name}/{of}": float(value) for name, by in totals.items() for of, value in by.items()}
-        return labelled | {"mixed_pairs": float(self.mixed_pairs), "leases_gave_way": float(self.room.gave_way)}
+        return labelled | {
+            "mixed_pairs": float(self.mixed_pairs),
+            "leases_gave_way": float(self.room.gave_way),
+            "decodes_paused": float(self.scheduler.paused),
+        }
 
     def orphans(self) -> int:
         """Leases whose session is gone; 0 unless something leaked."""

@@ -123,8 +123,8 @@ class SlackChunks(Chunking):
             return
         context = new = 0
         early = tightest = inf
-        certain = _certain(model)
-        most_kept = 1.0 - certain
+        sure = certain(model)
+        most_kept = 1.0 - sure
         for work in plan.work:
             seq = work.seq
             length, goals = len(seq.tokens), seq.objectives
@@ -135,7 +135,7 @@ class SlackChunks(Chunking):
                 tightest = tpot
             slack = goals.origin + length * tpot - now  # Objectives.slack, spelt out: this is done for every row
             kept = RISE * (length - seq.start)
-            slack *= 1.0 - kept if kept < most_kept and _long(seq) else certain
+            slack *= 1.0 - kept if kept < most_kept and _long(seq) else sure
             if slack < early:
                 early = slack
         rows = len(plan.work)
@@ -143,7 +143,7 @@ class SlackChunks(Chunking):
         self._alone = model.seconds(self._load)
         if tightest == inf:
             return
-        pause = GAP * tightest * certain
+        pause = GAP * tightest * sure
         self._pace = pause if early == inf else tightest if tightest > self._alone else self._slow_pace(plan, model)
         self._plan, self._seconds = plan, min(early, pause)
         if self._seconds < self._alone:
@@ -154,7 +154,7 @@ class SlackChunks(Chunking):
         goals = [(len(work.seq.tokens), work.seq.objectives.tpot) for work in plan.work]
         missed = [(length, tpot) for length, tpot in goals if tpot <= self._alone]
         kept = [tpot for _, tpot in goals if tpot > self._alone]
-        longest = GAP * _certain(model)
+        longest = GAP * certain(model)
         pauses = [longest * max(tpot, model.seconds(StepLoad(1, length, 1, length))) for length, tpot in missed]
         return min(kept + pauses)
 
@@ -200,7 +200,7 @@ class SlackChunks(Chunking):
         if self._yielding is None:
             self._yielding = yielding_slack(self._plan, self._now, self._alone)
         more_important = bisect_left(self._yielding, (seq.objectives.priority, -inf))
-        return self._yielding[more_important - 1][1] * _certain(model) if more_important else inf
+        return self._yielding[more_important - 1][1] * certain(model) if more_important else inf
 
     def _unhurried(self, seq: SequenceState, model: StepCost) -> float:
         """How long a step of this prompt may take for the sake of those to come that go first; notes its own TTFT."""
@@ -232,7 +232,7 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
     Less what they keep for the model's error. A late one can catch up if all the tokens it may still have, each `alone`
     seconds, end before its last one is due.
     """
-    least, certain = inf, _certain(model)
+    least, sure = inf, certain(model)
     for work in plan.work:
         seq = work.seq
         goals, length = seq.objectives, len(seq.tokens)
@@ -240,8 +240,8 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
         if tpot < inf:
             slack = goals.slack(length, now)
             pause = tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length)))
-            pause *= GAP * certain
-            used = max(certain, 1.0 - RISE * (length - seq.start)) if _long(seq) else certain
+            pause *= GAP * sure
+            used = max(sure, 1.0 - RISE * (length - seq.start)) if _long(seq) else sure
             least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack * used)
     return least
 
@@ -276,6 +276,6 @@ def _long(seq: SequenceState) -> bool:
     return seq.request.sampling.max_tokens - seq.output_len >= ENOUGH
 
 
-def _certain(model: StepCost) -> float:
+def certain(model: StepCost) -> float:
     """The share of slack that a step may be predicted to take, so that it takes no more than all of it."""
     return exp(-SPARED * min(model.error, MOST_ERROR))

@@ -5,7 +5,7 @@ Pure: no torch, no clock, no I/O. What the order and the chunks are is left to p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from prefill.chunking import Chunking, FixedChunks
 from prefill.ordering import FirstComeFirstServed, PromptOrder
@@ -36,6 +36,7 @@ class PrefillScheduler:
         self.then = then
         self.on_measured = measured
         self.queue: list[SequenceState] = []
+        self._full = False  # the last step had no blocks for a prompt
 
     def add(self, seq: SequenceState) -> None:
         """Queue it. What is cached of a prompt for a decode elsewhere is kept for it; a lease keeps its own.
@@ -52,6 +53,11 @@ class PrefillScheduler:
         """Prompt tokens still to compute."""
         return sum(seq.uncomputed for seq in self.queue)
 
+    def computable(self) -> Iterator[SequenceState]:
+        """Prompts that a step could compute, as far as blocks tell."""
+        full = self._full
+        return (seq for seq in self.queue if seq.incoming.arrival is None and (seq.opened or not full))
+
     def wanted_blocks(self) -> int:
         """Blocks for the first prompt that holds none yet: those which come free next are for it."""
         for seq in self.queue:
@@ -60,9 +66,9 @@ class PrefillScheduler:
         return 0
 
     def fill(self, plan: StepPlan, now: float) -> None:
+        self._full = full = False
         if not self.queue or plan.tokens < 1 or plan.seqs < 1:
             return
-        full = False
         self.chunks.begin(plan, now)
         self.order.sort(self.queue, self.chunks.usual(plan), plan.work, now)
         for seq in self.queue:
@@ -85,7 +91,7 @@ class PrefillScheduler:
                 self.order.computing(seq, count)
                 plan.add(seq, count, self)
             else:
-                full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
+                self._full = full = True  # but prompts that hold their blocks go on: theirs will come free
         if not plan.work:
             self._fill_arriving(plan, now)
 

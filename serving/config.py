@@ -135,7 +135,7 @@ class EngineConfig:
     chunking: str = option(
         "slack",
         "how many prompt tokens a step computes beside running sequences; slack: as many as let these keep their TPOT"
-        " objectives, where they have some; fixed: always what --max-num-batched-tokens leaves",
+        " objectives, where they have some; who has none may pause; fixed: always what --max-num-batched-tokens leaves",
         choices=("slack", "fixed"),
     )
     prefill_order: str = option(

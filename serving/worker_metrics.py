@@ -115,6 +115,7 @@ _WORKER_COUNTERS = {
     "role_flips": "Times that the worker's process has begun to serve in another role",
     "mixed_pairs": "Handoffs refused because prefill and decode worker were of different generations: stays 0",
     "leases_gave_way": "Leases ended before anything of them was computed: their first token was late, others were not",
+    "decodes_paused": "Tokens that sequences without objectives did not decode in a step, so that prompts are in time",
     "late_prompts": "Prompts that ended late while none of them was computed: their class sheds or degrades",
     "deadlines_exceeded": "Leases and prefills that workers ended because their deadline had passed",
     "expert_dispatch_bytes": "Bytes of rows that ranks of a worker sent to each other's experts, routing included",

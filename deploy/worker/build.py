@@ -48,6 +48,7 @@ from kvcache.transfer.lent_memory import MemoryLenders
 from kvcache.worker_context import WorkerContext
 from prefill.chunking import FLOOR, Chunking, FixedChunks, SlackChunks
 from prefill.ordering import Cost, FirstComeFirstServed, PromptOrder, SlackOrder
+from prefill.pauses import DecodePauses
 from prefill.scheduler import PrefillScheduler
 from prefill.worker import Layout, PrefillWorker
 from serving.config import EngineConfig, ModelConfig, PoolConfig
@@ -224,6 +225,7 @@ def assemble(
     decoding = decode_scheduler(kv, identity, config, parts.proposer)
     then, measured = None if role is Role.PREFILL else decoding.add, both(cost.stepped, meter.stepped)
     prefilling = PrefillScheduler(kv, then, measured, order=slo.order, chunks=slo.chunks)
+    decoding.pauses = decode_pauses(role, config, meter.cost, prefilling)
     # The role is this list: decode goes first, prompts get the rest of the step.
     schedulers: list[Scheduler] = [prefilling] if role is Role.PREFILL else [decoding, prefilling]
     engine = engine_of(identity, device_kv)(
@@ -275,6 +277,13 @@ def decode_scheduler(
         speculation=Speculation(limit, proposer) if limit > 0 else None,
         for_prompts=FLOOR if identity.role is Role.MIXED else 0,
     )
+
+
+def decode_pauses(role: Role, config: EngineConfig, cost: Cost, prefilling: PrefillScheduler) -> DecodePauses | None:
+    """Whose decodes pause for prompts, where both share steps and prompts are computed by slack."""
+    if role is not Role.MIXED or config.chunking != "slack":
+        return None
+    return DecodePauses(cost, prefilling.computable, config.max_num_batched_tokens)
 
 
 def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:

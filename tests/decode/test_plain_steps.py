@@ -31,7 +31,7 @@ BLOCK = 2
 class OneByOne(DecodeScheduler):
     """Plans each sequence for itself, as where blocks run out."""
 
-    def _grown(self, plan: StepPlan) -> list[SequenceState] | None:
+    def _grown(self, rows: Sequence[SequenceState], plan: StepPlan) -> list[SequenceState] | None:
         return None
 
 

@@ -99,7 +99,7 @@ def preempt(worker: Worker, after: int) -> None:
     def fill_losing(plan: StepPlan, now: float) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler.kv, "grow", lose)
-            patch.setattr(scheduler, "_grown", lambda plan: None)  # which asks for blocks only where one is full
+            patch.setattr(scheduler, "_grown", lambda rows, plan: None)  # which asks for blocks only where one is full
             fill(plan, now)
 
     scheduler.fill = fill_losing  # type: ignore[method-assign]

@@ -59,3 +59,31 @@ def test_interactive_requests_keep_their_pace_while_batch_waits() -> None:
     assert len({outcome.placed[0][0] for outcome in quick}) == 2
     waited = [outcome.ttft for outcome in slow if outcome.ttft is not None]
     assert len(waited) == len(slow) and max(waited) > 10.0, "the load was beyond what they can do"
+
+
+def test_prompts_are_in_time_beside_texts_that_nobody_waits_for() -> None:
+    """One worker: six batch texts and one with objectives decode when a prompt comes that takes half a second alone.
+
+    Beside all of them it takes 1.6 s.
+    """
+
+    def asked(name: str, at: float, prompt: int, output: int, slo: Slo) -> Arrival:
+        request = Request(
+            request_id=f"{name}-{at}",
+            prompt=tuple(range(1, prompt + 1)),
+            sampling=SamplingParams(max_tokens=output, temperature=0.0),
+            slo=slo,
+            service_class=name,
+            priority=SERVICE_CLASSES[name].priority,
+        )
+        return Arrival(at, request, output)
+
+    objectives = Slo(ttft_ms=1000.0, tpot_ms=TPOT_MS)
+    batch = [asked("batch", 0.01 * number, 16, 400, Slo()) for number in range(6)]
+    quick = [asked("interactive", at, prompt, 60, objectives) for at, prompt in ((2.0, 20), (2.08, 400))]
+    cost = StepCost(fixed=0.005, token=0.00125, pair=0.0, sequence=0.0035, context=0.0)
+    profile = Profile(name="slow", model="small", steps=Fitted(cost), kv_tokens=26_000, kv_bytes=23_040, layers=30)
+    plan = ClusterPlan.of(profile, (Role.MIXED,), "goodput", noise=0.0, learned=True)
+    run = simulate(plan, [*batch, *quick], 1.0)
+    assert [outcome.met for outcome in of(run.outcomes, "interactive")] == [True, True]
+    assert all(len(outcome.tokens) == 400 for outcome in of(run.outcomes, "batch"))

@@ -1,0 +1,181 @@
+"""Sequences without objectives pause where a more important prompt is late beside them and in time without them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefill.chunking import LEAN_STEPS
+from prefill.pauses import DecodePauses
+from serving.engine.sequence import SequenceState
+from serving.messages import Slo
+from serving.step_cost import StepCost
+from tests.fakes.sequences import make_sequence
+from tests.prefill.scripted import make_kv
+from tests.prefill.test_arriving import Arriving
+from tests.prefill.test_chunking import BUDGET, Step, row
+
+# Six sequences are 30 ms of a step, one 5, a prompt 4: beside a TPOT of 60 ms a step computes 26 or 51 prompt tokens.
+COST = StepCost(fixed=0.0, token=0.001, pair=0.0, sequence=0.004, context=0.0, error=0.0, samples=100)
+TPOT_MS, TTFT = 60.0, 1.0
+IMPORTANT, STANDARD, BATCH = -100, 0, 100
+FITS_ALONE = 500  # prompt tokens: 0.59 s beside the one that matters, 1.15 s beside all six
+
+
+class Pausing(Step):
+    """A mixed worker whose decodes pause for prompts."""
+
+    def __init__(self, *running: SequenceState, cost: StepCost | None = COST, blocks: int = 1000):
+        super().__init__(cost=cost, kv=make_kv(blocks, 16, caching=False))
+        self.decode.pauses = DecodePauses(lambda: cost, self.prefill.computable, BUDGET)
+        for seq in running:
+            self.join(seq)
+
+    def paused(self, now: float) -> list[SequenceState]:
+        """Who runs and is not in the step."""
+        decoding = [work.seq for work in self.plan(now)[0]]
+        return [seq for seq in self.decode.running if seq not in decoding]
+
+
+def others(count: int = 5, tpot_ms: float | None = None, priority: int = BATCH) -> list[SequenceState]:
+    return [row(tpot_ms, priority=priority) for _ in range(count)]
+
+
+def urgent(tokens: int = FITS_ALONE, now: float = 0.0, **fields: Any) -> SequenceState:
+    known: dict[str, Any] = {"priority": IMPORTANT, "first_token_in": TTFT} | fields
+    return make_sequence(None, [1] * tokens, now=now, slo=Slo(ttft_ms=1e3 * TTFT), stays=True, **known)
+
+
+def test_those_without_objectives_pause_for_a_prompt_that_is_late_beside_them() -> None:
+    paced, batch = row(TPOT_MS, priority=IMPORTANT), others()
+    step = Pausing(paced, *batch)
+    assert step.paused(0.0) == [], "nobody waits"
+    step.prefill.add(urgent())
+    decoding, prompts = step.plan(0.0)
+    assert [work.seq for work in decoding] == [paced]
+    assert prompts[0].count > 45 and step.decode.paused == len(batch)
+    step.prefill.remove(prompts[0].seq)
+    assert step.paused(0.1) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fields"),
+    [
+        (200, {}),
+        (2000, {}),
+        (FITS_ALONE, {"priority": BATCH}),
+        (FITS_ALONE, {"first_token_in": None}),
+        (FITS_ALONE, {"first_token_in": -0.1}),
+    ],
+    ids=["in time beside all", "late in any case", "no more important", "due at no time", "late already"],
+)
+def test_nobody_pauses_for_a_prompt(tokens: int, fields: dict[str, Any]) -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    step.prefill.add(urgent(tokens, **fields))
+    assert step.paused(0.0) == []
+
+
+def test_only_who_has_no_objective_to_meet_pauses() -> None:
+    """A text whose first token came too late has none any more; one that is as important as the prompt goes on."""
+    late = row(TPOT_MS, priority=BATCH, ttft_ms=1.0, first_token_in=-1.0)
+    goes_on = [row(TPOT_MS, priority=IMPORTANT), row(500.0, priority=BATCH), *others(1, priority=IMPORTANT)]
+    pausing = [late, *others(5), *others(1, priority=STANDARD)]
+    step = Pausing(*goes_on, *pausing)
+    assert late.objectives.missed
+    step.prefill.add(urgent(400))
+    assert set(step.paused(0.0)) == set(pausing)
+
+
+@pytest.mark.parametrize("cost", [None, replace(COST, samples=0)])
+def test_nobody_pauses_by_a_model_that_knows_nothing(cost: StepCost | None) -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others(), cost=cost)
+    step.prefill.add(urgent())
+    assert step.paused(0.0) == []
+
+
+def test_prompts_that_are_in_time_each_are_late_together() -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    for expected in (0, 5):
+        step.prefill.add(urgent(250))
+        assert len(step.paused(0.0)) == expected
+
+
+def test_prompts_are_counted_in_the_order_they_are_due() -> None:
+    """The second takes 0.23 s beside all, the first 0.58; behind the first the second would be late."""
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    step.prefill.add(urgent(250))
+    step.prefill.add(urgent(100, first_token_in=0.45))
+    assert step.paused(0.0) == []
+
+
+def test_nobody_pauses_for_a_prompt_that_is_late_behind_others_in_any_case() -> None:
+    """Two of 200 tokens are in time beside all; the third is not in time either way."""
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    for tokens, due in ((200, 0.97), (200, 0.98), (470, 1.0)):
+        step.prefill.add(urgent(tokens, first_token_in=due))
+    assert step.paused(0.0) == []
+
+
+def test_what_has_missed_its_objectives_paces_no_steps() -> None:
+    """Then a step computes as much of the prompt as it may, beside all of them."""
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT, ttft_ms=1.0, first_token_in=-1.0), *others())
+    step.prefill.add(urgent())
+    assert step.paused(0.0) == []
+
+
+def test_nobody_pauses_for_a_prompt_whose_prefix_is_still_coming() -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    step.prefill.add(seq := urgent())
+    Arriving(seq, 16)
+    assert step.paused(0.0) == []
+
+
+def test_the_models_error_is_left_as_room() -> None:
+    """250 tokens take 0.58 s beside all of them."""
+    for error, expected in ((0.0, 0), (0.15, 0), (0.3, 5)):
+        step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others(), cost=replace(COST, error=error))
+        step.prefill.add(urgent(250))
+        assert len(step.paused(0.0)) == expected
+
+
+def test_one_step_in_some_has_them_all_the_same() -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    step.prefill.add(urgent())
+    assert [len(step.paused(0.0)) for _ in range(2 * LEAN_STEPS)] == [*[5] * (LEAN_STEPS - 1), 0] * 2
+
+
+def test_nobody_pauses_for_a_prompt_that_lacks_blocks() -> None:
+    """They come free when others end."""
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others(), blocks=14)
+    step.prefill.add(urgent())
+    step.plan(0.0)
+    assert step.paused(0.0) == []
+
+
+ROWS = st.tuples(st.sampled_from([None, 50.0, 200.0]), st.sampled_from([IMPORTANT, STANDARD, BATCH]))
+PROMPTS = st.tuples(st.integers(1, 900), st.sampled_from([IMPORTANT, STANDARD, BATCH]), st.sampled_from([None, 0.5, 2]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.lists(ROWS, max_size=8), prompts=st.lists(PROMPTS, max_size=4))
+def test_whoever_pauses_is_less_important_than_a_prompt_and_soon_has_a_token(
+    rows: list[tuple[float | None, int]], prompts: list[tuple[int, int, float | None]]
+) -> None:
+    step = Pausing(*(row(tpot_ms, priority=priority) for tpot_ms, priority in rows))
+    for tokens, priority, due in prompts:
+        step.prefill.add(urgent(tokens, priority=priority, first_token_in=due))
+    hurried = [priority for _, priority, due in prompts if due is not None]
+    last = dict.fromkeys(step.decode.running, 0)
+    for number in range(1, 3 * LEAN_STEPS):
+        paused = step.paused(0.0)
+        for seq in step.decode.running:
+            if seq in paused:
+                assert seq.objectives.origin == inf and seq.objectives.priority > min(hurried)
+                assert number - last[seq] < LEAN_STEPS
+            else:
+                last[seq] = number
