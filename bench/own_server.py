@@ -58,6 +58,7 @@ class OwnServer:
 
     async def __aenter__(self) -> OwnServer:
         """Raises ServerError when it ends, or is not ready in time."""
+        _stop_as_interrupted()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
@@ -130,6 +131,13 @@ class OwnServer:
     def resident_bytes(self) -> dict[int, int]:
         """Resident memory of the server and each process below it, by process id; shared pages count in each."""
         return {} if self._process is None else {pid: resident(pid) for pid in descendants(self._process.pid)}
+
+
+def _stop_as_interrupted() -> None:
+    """SIGTERM ends the measurement as Ctrl-C does, which stops its servers: they are sessions of their own."""
+    with contextlib.suppress(ValueError):  # not the main thread: whoever has that decides
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
 
 
 def free_port() -> int:
