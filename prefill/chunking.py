@@ -242,7 +242,7 @@ def hopeful_slack(plan: StepPlan, now: float, model: StepCost, alone: float) -> 
             pause = tpot if tpot >= alone else max(tpot, model.seconds(StepLoad(1, length, 1, length)))
             pause *= GAP * sure
             used = max(sure, 1.0 - RISE * (length - seq.start)) if _long(seq) else sure
-            least = min(least, pause, inf if _hopeless(seq, slack, alone) else slack * used)
+            least = min(least, pause, inf if hopeless(seq, slack, alone) else slack * used)
     return least
 
 
@@ -258,14 +258,14 @@ def yielding_slack(plan: StepPlan, now: float, alone: float) -> list[tuple[int, 
         goals = seq.objectives
         if goals.tpot < inf:
             slack = goals.slack(len(seq.tokens), now)
-            if not _hopeless(seq, slack, alone):
+            if not hopeless(seq, slack, alone):
                 left = max(0.0, slack - goals.tpot * min(MOST_KEPT, (1.0 - YIELD_SHARE) * seq.output_len))
                 least[goals.priority] = min(left, least.get(goals.priority, inf))
     priorities = sorted(least)
     return list(zip(priorities, accumulate((least[priority] for priority in priorities), min), strict=True))
 
 
-def _hopeless(seq: SequenceState, slack: float, alone: float) -> bool:
+def hopeless(seq: SequenceState, slack: float, alone: float) -> bool:
     """True if the sequence is late and cannot catch up."""
     left = seq.request.sampling.max_tokens - seq.output_len
     return slack - alone + (left - 1) * (seq.objectives.tpot - alone) < 0.0

@@ -7,10 +7,11 @@ planned by others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from math import inf
 from operator import attrgetter
 
-from prefill.chunking import FLOOR, LEAN_STEPS, certain
+from prefill.chunking import LEAN_STEPS, certain, hopeless
 from prefill.ordering import Cost
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost, StepLoad
@@ -26,11 +27,10 @@ class DecodePauses:
     compute it. Of LEAN_STEPS in a row the last has them all the same. Without a model nobody pauses.
     """
 
-    def __init__(self, cost: Cost, prompts: Callable[[], Iterable[SequenceState]], tokens: int):
-        """`prompts` are those that could be computed now; a step has `tokens` at most."""
+    def __init__(self, cost: Cost, prompts: Callable[[], Iterable[SequenceState]]):
+        """`prompts` are those that could be computed now."""
         self.cost = cost
         self.prompts = prompts
-        self.tokens = tokens
         self._paused = 0  # steps in a row
 
     def beyond(self, running: Sequence[SequenceState], now: float) -> float:
@@ -41,44 +41,45 @@ class DecodePauses:
 
     def _pressing(self, running: Sequence[SequenceState], now: float) -> float:
         """The priority of the most important prompt that is in time only if others pause."""
-        able = [seq for seq in running if seq.objectives.origin == inf]
-        last = max([seq.objectives.priority for seq in able], default=-inf)
-        due = [seq for seq in self.prompts() if seq.objectives.due < inf] if able else []
+        last = max([seq.objectives.priority for seq in running if seq.objectives.origin == inf], default=-inf)
+        due = [seq for seq in self.prompts() if seq.objectives.due < inf] if last > -inf else []
         waiting, model = [seq for seq in due if seq.objectives.priority < last], self.cost()
         if not waiting or model is None or not model.samples:
             return inf
         waiting.sort(key=_most_important_first)
-        rest = [seq for seq in running if seq.objectives.origin < inf]
-        beside, without = _Pace.of(running, model, self.tokens), _Pace.of(rest, model, self.tokens)
-        slow = quick = 0.0  # seconds until the prompts so far are computed, beside all and without those that may pause
-        for seq in waiting:
-            left, own = seq.objectives.due - now, without.seconds(seq)
-            if quick + own > left:
-                continue  # late in any case
-            quick += own
-            slow += beside.seconds(seq)
-            if slow > certain(model) * left:
-                return seq.objectives.priority
+        beside = _Steps(running, model, now)
+        work = 0.0  # seconds of the prompts so far, in steps that run anyway
+        for priority, prompts in groupby(waiting, lambda seq: seq.objectives.priority):
+            rest = [seq for seq in running if seq.objectives.origin < inf or seq.objectives.priority <= priority]
+            without = _Steps(rest, model, now)
+            for seq in prompts:
+                left, own = seq.objectives.due - now, model.added_seconds(seq.computed, len(seq.tokens))
+                if work + own + without.seconds(left) > left:
+                    continue  # late in any case
+                work += own
+                if work + beside.seconds(left) > certain(model) * left:
+                    return float(priority)
         return inf
 
 
-class _Pace:
-    """How quickly prompts are computed: `chunk` tokens a step, which takes `step` seconds without them."""
+class _Steps:
+    """Steps of running sequences, as few as there are while prompts are computed in them and no token is late."""
 
-    def __init__(self, model: StepCost, step: float, chunk: int):
-        self.model, self.step, self.chunk = model, step, chunk
-
-    @staticmethod
-    def of(running: Sequence[SequenceState], model: StepCost, tokens: int) -> _Pace:
-        """Beside these, in steps that the tightest TPOT allows on and on, whatever sequences are early by."""
+    def __init__(self, running: Sequence[SequenceState], model: StepCost, now: float):
         rows, context = len(running), sum([len(seq.tokens) for seq in running])
-        load, most = StepLoad(rows, context, rows, context), max(1, tokens - rows)
-        tightest = min([seq.objectives.tpot for seq in running if seq.objectives.origin < inf], default=inf)
-        if tightest < inf:
-            most = min(most, max(FLOOR // LEAN_STEPS, model.chunk_within(tightest, 0, load, most)))
-        return _Pace(model, model.seconds(load) + model.sequence, most)
+        self.step = model.seconds(StepLoad(rows, context, rows, context)) + model.sequence  # and a prompt's
+        tightest, self.due = inf, list[tuple[float, float]]()
+        for seq in running:
+            goals = seq.objectives
+            if goals.origin < inf:
+                tightest, slack = min(tightest, goals.tpot), goals.slack(len(seq.tokens), now)
+                if not hopeless(seq, slack, self.step):
+                    self.due.append((goals.tpot, slack))
+        self.pause = model.pause_seconds(max(tightest, self.step))
 
-    def seconds(self, seq: SequenceState) -> float:
-        """Of what is left of the prompt, were it the only one."""
-        start, count = seq.computed, len(seq.tokens) - seq.computed
-        return count * (self.model.token + self.step / self.chunk + self.model.pair * (start + count / 2))
+    def seconds(self, left: float) -> float:
+        """Of those in so many seconds, without prompts: each token that is due in that time takes one."""
+        steps = left / self.pause
+        for tpot, slack in self.due:
+            steps = max(steps, 1.0 + (left - slack) / tpot)
+        return max(1.0, steps) * self.step

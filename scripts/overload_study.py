@@ -68,10 +68,12 @@ def traced(one: TimedAsk) -> TracedRequest:
     )
 
 
-def play(cost: StepCost, capacity: float, seed: int) -> tuple[list[tuple[float, str, RequestOutcome]], float]:
+def play(
+    cost: StepCost, noise: float, capacity: float, seed: int
+) -> tuple[list[tuple[float, str, RequestOutcome]], float]:
     """When each request came, of which kind, and what became of it; and the seconds until the last had ended."""
     profile = replace(PROFILES["cpu-smollm2-int8"], name="overload", steps=Fitted(cost))
-    plan = ClusterPlan.of(profile, (Role.MIXED, Role.MIXED), "goodput", noise=NOISE)
+    plan = ClusterPlan.of(profile, (Role.MIXED, Role.MIXED), "goodput", noise=noise)
     timed = timed_in_spans(KINDS, spans(capacity), seed=seed)
     trace = [traced(one) for one in timed]
     with quiet_log():
@@ -100,10 +102,11 @@ def main() -> None:
     for name in ("fixed", "token", "sequence"):
         default = 1e3 * getattr(COST, name)
         parser.add_argument(f"--{name}", type=float, default=default, metavar="MS", help=f"of a step ({default:g})")
+    parser.add_argument("--noise", type=float, default=NOISE, help=f"of a step's time, as a logarithm ({NOISE})")
     asked = parser.parse_args()
     cost = replace(COST, fixed=asked.fixed / 1e3, token=asked.token / 1e3, sequence=asked.sequence / 1e3)
     with Pool() as pool:
-        runs = pool.starmap(play, [(cost, asked.capacity, seed) for seed in range(asked.seeds)])
+        runs = pool.starmap(play, [(cost, asked.noise, asked.capacity, seed) for seed in range(asked.seeds)])
     show(runs, asked.capacity)
 
 

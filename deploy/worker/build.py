@@ -283,7 +283,7 @@ def decode_pauses(role: Role, config: EngineConfig, cost: Cost, prefilling: Pref
     """Whose decodes pause for prompts, where both share steps and prompts are computed by slack."""
     if role is not Role.MIXED or config.chunking != "slack":
         return None
-    return DecodePauses(cost, prefilling.computable, config.max_num_batched_tokens)
+    return DecodePauses(cost, prefilling.computable)
 
 
 def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:

@@ -1,4 +1,4 @@
-"""What a measurement takes for a server of ours: `python -m tests.fakes.served serve --port N` is healthy, and no more."""
+"""A server of ours as a measurement sees it: `python -m tests.fakes.served serve --port N` is healthy, and no more."""
 
 from __future__ import annotations
 

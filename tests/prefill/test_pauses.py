@@ -18,13 +18,13 @@ from serving.step_cost import StepCost
 from tests.fakes.sequences import make_sequence
 from tests.prefill.scripted import make_kv
 from tests.prefill.test_arriving import Arriving
-from tests.prefill.test_chunking import BUDGET, Step, row
+from tests.prefill.test_chunking import Step, row
 
-# Six sequences are 30 ms of a step, one 5, a prompt 4: beside a TPOT of 60 ms a step computes 26 or 51 prompt tokens.
+# Beside a TPOT of 60 ms a second has 17 steps, 34 ms each with six sequences and a prompt, 9 with one of them.
 COST = StepCost(fixed=0.0, token=0.001, pair=0.0, sequence=0.004, context=0.0, error=0.0, samples=100)
 TPOT_MS, TTFT = 60.0, 1.0
 IMPORTANT, STANDARD, BATCH = -100, 0, 100
-FITS_ALONE = 500  # prompt tokens: 0.59 s beside the one that matters, 1.15 s beside all six
+FITS_ALONE = 700  # prompt tokens: 0.85 s beside the one that matters, 1.26 s beside all six
 
 
 class Pausing(Step):
@@ -32,7 +32,7 @@ class Pausing(Step):
 
     def __init__(self, *running: SequenceState, cost: StepCost | None = COST, blocks: int = 1000):
         super().__init__(cost=cost, kv=make_kv(blocks, 16, caching=False))
-        self.decode.pauses = DecodePauses(lambda: cost, self.prefill.computable, BUDGET)
+        self.decode.pauses = DecodePauses(lambda: cost, self.prefill.computable)
         for seq in running:
             self.join(seq)
 
@@ -67,7 +67,7 @@ def test_those_without_objectives_pause_for_a_prompt_that_is_late_beside_them() 
     ("tokens", "fields"),
     [
         (200, {}),
-        (2000, {}),
+        (900, {}),
         (FITS_ALONE, {"priority": BATCH}),
         (FITS_ALONE, {"first_token_in": None}),
         (FITS_ALONE, {"first_token_in": -0.1}),
@@ -106,7 +106,7 @@ def test_prompts_that_are_in_time_each_are_late_together() -> None:
 
 
 def test_prompts_are_counted_in_the_order_they_are_due() -> None:
-    """The second takes 0.23 s beside all, the first 0.58; behind the first the second would be late."""
+    """The second takes 0.35 s beside all; behind the first, which has time, it would be late."""
     step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
     step.prefill.add(urgent(250))
     step.prefill.add(urgent(100, first_token_in=0.45))
@@ -114,17 +114,54 @@ def test_prompts_are_counted_in_the_order_they_are_due() -> None:
 
 
 def test_nobody_pauses_for_a_prompt_that_is_late_behind_others_in_any_case() -> None:
-    """Two of 200 tokens are in time beside all; the third is not in time either way."""
+    """Two are in time beside all; the third is not in time either way."""
     step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
-    for tokens, due in ((200, 0.97), (200, 0.98), (470, 1.0)):
+    for tokens, due in ((150, 0.97), (150, 0.98), (560, 1.0)):
         step.prefill.add(urgent(tokens, first_token_in=due))
     assert step.paused(0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("early", "tokens", "paused"), [(0.0, 500, 5), (0.6, 500, 0), (-0.25, 500, 5), (-30.0, 880, 5)]
+)
+def test_what_sequences_are_early_or_late_by_counts(early: float, tokens: int, paused: int) -> None:
+    """500 tokens: 1.07 s beside all, 0.73 with ten steps less. Who cannot catch up bounds pauses."""
+    paced = row(TPOT_MS, priority=IMPORTANT, max_tokens=100)
+    step = Pausing(paced, *others())
+    paced.objectives.origin += early
+    step.prefill.add(urgent(tokens))
+    assert len(step.paused(0.0)) == paused
+
+
+def test_an_objective_that_nothing_can_meet_bounds_pauses_by_its_own_steps() -> None:
+    step = Pausing(row(1.0, priority=IMPORTANT), *others(), cost=replace(COST, error=0.15))
+    step.prefill.add(urgent(500))
+    assert len(step.paused(0.0)) == 5
+
+
+@pytest.mark.parametrize(("tokens", "paused"), [(400, 5), (500, 0)])
+def test_who_is_as_important_goes_on_and_counts(tokens: int, paused: int) -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others(priority=IMPORTANT), *others())
+    step.prefill.add(urgent(tokens))
+    assert len(step.paused(0.0)) == paused
+
+
+def test_who_has_an_objective_goes_on_and_counts() -> None:
+    step = Pausing(*others(5, TPOT_MS), *others(1))
+    step.prefill.add(urgent())
+    assert step.paused(0.0) == []
+
+
+def test_where_nothing_is_due_there_is_a_step_all_the_same() -> None:
+    step = Pausing(*others(6))
+    step.prefill.add(urgent(20, first_token_in=0.05))
+    assert len(step.paused(0.0)) == 6
 
 
 def test_what_has_missed_its_objectives_paces_no_steps() -> None:
     """Then a step computes as much of the prompt as it may, beside all of them."""
     step = Pausing(row(TPOT_MS, priority=IMPORTANT, ttft_ms=1.0, first_token_in=-1.0), *others())
-    step.prefill.add(urgent())
+    step.prefill.add(urgent(900))
     assert step.paused(0.0) == []
 
 
@@ -136,8 +173,8 @@ def test_nobody_pauses_for_a_prompt_whose_prefix_is_still_coming() -> None:
 
 
 def test_the_models_error_is_left_as_room() -> None:
-    """250 tokens take 0.58 s beside all of them."""
-    for error, expected in ((0.0, 0), (0.15, 0), (0.3, 5)):
+    """250 tokens take 0.82 s beside all of them."""
+    for error, expected in ((0.0, 0), (0.08, 0), (0.12, 5)):
         step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others(), cost=replace(COST, error=error))
         step.prefill.add(urgent(250))
         assert len(step.paused(0.0)) == expected
