@@ -91,7 +91,7 @@ class DecodeScheduler:
 
     Drafts leave `for_prompts` tokens of a step to the prompts that are computed here too.
     When blocks run out the first of the batch never gives way to another, so the oldest of the most important always
-    advances.
+    advances, but for steps that it sits out for a prompt (`pauses`).
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class DecodeScheduler:
         self._begin(now)
         choice = self.choice  # None where nothing is drafted
         drafting = choice is not None and (not plan.can_overlap or not self.running or choice.begin())
-        rows = self._unpaused(now)
+        rows = self._unpaused(plan, now)
         ready = self._grown(rows, plan)
         if ready is None:
             self._fill_preempting(rows, plan, now)
-        elif drafting and (drafts := self._draft_all(ready, plan, now)):
+        elif drafting and (drafts := self._draft_all(rows, ready, plan, now)):
             for seq in ready:
                 draft = drafts.get(seq, ())
                 plan.add(seq, 1 + len(draft), self, draft)
@@ -145,16 +145,17 @@ class DecodeScheduler:
         if choice is not None and drafting:
             choice.began(len(plan.work))
 
-    def _unpaused(self, now: float) -> Sequence[SequenceState]:
+    def _unpaused(self, plan: StepPlan, now: float) -> Sequence[SequenceState]:
         """Those that run, without those that pause."""
-        if self.pauses is None or not self.running:
+        if self.pauses is None or not self.running or not plan.may_pause:
             return self.running
         beyond = self.pauses.beyond(self.running, now)
         if beyond == inf:
             return self.running
         goals = [(seq, seq.objectives) for seq in self.running]
         rows = [seq for seq, each in goals if each.priority <= beyond or each.origin < inf]
-        self.paused += len(self.running) - len(rows)
+        plan.paused = len(self.running) - len(rows)
+        self.paused += plan.paused
         return rows
 
     def _grown(self, rows: Sequence[SequenceState], plan: StepPlan) -> list[SequenceState] | None:
@@ -208,13 +209,16 @@ class DecodeScheduler:
         return True
 
     def _draft_all(
-        self, ready: Sequence[SequenceState], plan: StepPlan, now: float
+        self, rows: Sequence[SequenceState], ready: Sequence[SequenceState], plan: StepPlan, now: float
     ) -> dict[SequenceState, tuple[int, ...]]:
-        """Tokens to try beyond the next, by sequence, where that pays and takes no tokens or blocks from others."""
-        speculation, batch = self.speculation, len(self.running)
+        """Tokens to try beyond the next, by sequence, where that pays and takes no tokens or blocks from others.
+
+        `rows` are those of the step, and `ready` the ones among them that it has room for.
+        """
+        speculation, batch = self.speculation, len(rows)
         if speculation is None:
             return {}
-        turns = DraftTurns.of(self.running, speculation.cost, speculation.limit, now)
+        turns = DraftTurns.of(rows, speculation.cost, speculation.limit, now)
         spare = plan.tokens - len(ready) - self.for_prompts
         if turns is not None and not turns.lagging:
             spare = min(spare, turns.spare)

@@ -6,6 +6,7 @@ Pure: no torch, no clock, no I/O. What the order and the chunks are is left to p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 from prefill.chunking import Chunking, FixedChunks
 from prefill.ordering import FirstComeFirstServed, PromptOrder
@@ -36,7 +37,7 @@ class PrefillScheduler:
         self.then = then
         self.on_measured = measured
         self.queue: list[SequenceState] = []
-        self._full = False  # the last step had no blocks for a prompt
+        self._due: dict[SequenceState, None] = {}  # those of the queue that have a TTFT objective
 
     def add(self, seq: SequenceState) -> None:
         """Queue it. What is cached of a prompt for a decode elsewhere is kept for it; a lease keeps its own.
@@ -47,16 +48,17 @@ class PrefillScheduler:
             self.kv.keep_cached(seq)
         self.order.arrived(seq, self.queue)
         self.queue.append(seq)
+        if seq.objectives.due < inf:
+            self._due[seq] = None
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens still to compute."""
         return sum(seq.uncomputed for seq in self.queue)
 
-    def computable(self) -> Iterator[SequenceState]:
-        """Prompts that a step could compute, as far as blocks tell."""
-        full = self._full
-        return (seq for seq in self.queue if seq.incoming.arrival is None and (seq.opened or not full))
+    def pressing(self) -> Iterator[SequenceState]:
+        """Prompts with a TTFT objective that a step can compute, whoever else waits: they have their blocks."""
+        return (seq for seq in self._due if seq.opened and seq.may_draw and seq.incoming.arrival is None)
 
     def wanted_blocks(self) -> int:
         """Blocks for the first prompt that holds none yet: those which come free next are for it."""
@@ -66,9 +68,9 @@ class PrefillScheduler:
         return 0
 
     def fill(self, plan: StepPlan, now: float) -> None:
-        self._full = full = False
         if not self.queue or plan.tokens < 1 or plan.seqs < 1:
             return
+        full = False
         self.chunks.begin(plan, now)
         self.order.sort(self.queue, self.chunks.usual(plan), plan.work, now)
         for seq in self.queue:
@@ -91,8 +93,8 @@ class PrefillScheduler:
                 self.order.computing(seq, count)
                 plan.add(seq, count, self)
             else:
-                self._full = full = True  # but prompts that hold their blocks go on: theirs will come free
-        if not plan.work:
+                full = True  # but prompts that hold their blocks go on: theirs are the ones that will come free
+        if not plan.work and not plan.paused:
             self._fill_arriving(plan, now)
 
     def fill_ahead(self, plan: StepPlan, now: float) -> bool:
@@ -141,7 +143,7 @@ class PrefillScheduler:
     def stepped(self, seq: SequenceState) -> None:
         """Called with one token to go, the one just drawn, once the prompt is computed."""
         if seq.uncomputed == 1 and len(seq.tokens) > seq.start:
-            self.queue.remove(seq)
+            self.remove(seq)
             self.kv.refresh(self.queue)
             if seq.stays:
                 assert self.then is not None, "a sequence that stays needs a decode scheduler"
@@ -158,6 +160,7 @@ class PrefillScheduler:
     def remove(self, seq: SequenceState) -> None:
         if seq in self.queue:
             self.queue.remove(seq)
+            self._due.pop(seq, None)
 
     def sequences(self) -> list[SequenceState]:
         return list(self.queue)

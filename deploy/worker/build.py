@@ -280,10 +280,10 @@ def decode_scheduler(
 
 
 def decode_pauses(role: Role, config: EngineConfig, cost: Cost, prefilling: PrefillScheduler) -> DecodePauses | None:
-    """Whose decodes pause for prompts, where both share steps and prompts are computed by slack."""
-    if role is not Role.MIXED or config.chunking != "slack":
+    """Whose decodes pause for prompts, where both share steps, and order and chunks of prompts are by slack."""
+    if role is not Role.MIXED or (config.chunking, config.prefill_order) != ("slack", "slack"):
         return None
-    return DecodePauses(cost, prefilling.computable)
+    return DecodePauses(cost, prefilling.pressing, config.max_num_batched_tokens)
 
 
 def step_limits(config: EngineConfig, max_model_len: int, eos_token_ids: frozenset[int]) -> StepLimits:

@@ -135,6 +135,10 @@ class Engine:
             plan = StepPlan(self.limits.max_num_batched_tokens, self.limits.max_num_seqs, can_overlap=self.can_overlap)
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
+            if plan.paused and not plan.work:  # in vain: no step would end, and nothing might wake the engine
+                plan.may_pause, plan.paused = False, 0
+                for scheduler in self.schedulers:
+                    scheduler.fill(plan, now)
             self.begin(plan)
             outputs = []
             for seq in plan.preempted:

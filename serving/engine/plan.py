@@ -103,6 +103,8 @@ class StepPlan:
     can_overlap: bool = False
     work: list[Work] = field(default_factory=list)
     preempted: list[SequenceState] = field(default_factory=list)  # lost their blocks; their owners are told
+    may_pause: bool = True  # decodes, for prompts
+    paused: int = 0  # sequences that do
 
     @property
     def barrier(self) -> LayerBarrier | None:
