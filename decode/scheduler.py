@@ -147,6 +147,8 @@ class DecodeScheduler:
 
     def _unpaused(self, plan: StepPlan, now: float) -> Sequence[SequenceState]:
         """Those that run, without those that pause."""
+        self.paused -= plan.paused  # in vain, where the step is planned anew
+        plan.paused = 0
         if self.pauses is None or not self.running or not plan.may_pause:
             return self.running
         beyond = self.pauses.beyond(self.running, now)

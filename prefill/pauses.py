@@ -17,7 +17,7 @@ from prefill.ordering import Cost
 from serving.engine.sequence import SequenceState
 from serving.step_cost import StepCost, StepLoad
 
-MOST_PROMPTS = 16  # that are looked at, of as many priorities as MOST_PRIORITIES: what a step's look costs is bounded
+MOST_PROMPTS = 16  # that are compared with what runs, of MOST_PRIORITIES: their numbers are not multiplied
 MOST_PRIORITIES = 3
 LONGEST = 2.0  # seconds that a sequence pauses at most before it has a step
 WORTH = 0.02  # of the time that is left to a prompt: pauses bring it so much, or nobody pauses
@@ -56,11 +56,12 @@ class DecodePauses:
         last = max([seq.objectives.priority for seq in running if seq.objectives.origin == inf], default=-inf)
         if last == -inf:
             return inf
-        found = [seq for seq in self.prompts() if now < seq.objectives.due and seq.objectives.priority < last]
         model = self.cost()
+        found = [seq for seq in self.prompts() if now < seq.objectives.due and seq.objectives.priority < last]
         if not found or model is None or not model.samples:
             return inf
-        waiting = nsmallest(MOST_PROMPTS, found, key=_most_important_first)
+        hopeful = [seq for seq in found if now + _work(seq, model) < seq.objectives.due]
+        waiting = nsmallest(MOST_PROMPTS, hopeful, key=_most_important_first)
         beside = _Steps(running, model, now, self.tokens)
         work, tokens = 0.0, 0  # seconds of the prompts so far, in steps that run anyway
         for priority, prompts in islice(groupby(waiting, lambda seq: seq.objectives.priority), MOST_PRIORITIES):
@@ -68,7 +69,7 @@ class DecodePauses:
             without = _Steps(rest, model, now, self.tokens)
             for seq in prompts:
                 left, length = seq.objectives.due - now, len(seq.tokens)
-                own, more = model.added_seconds(seq.computed, length), tokens + length - seq.computed
+                own, more = _work(seq, model), tokens + length - seq.computed
                 quick = without.seconds(left, more)
                 if work + own + quick > left:
                     continue  # late in any case
@@ -77,6 +78,11 @@ class DecodePauses:
                 if work + slow > certain(model) * left and slow - quick > WORTH * left:
                     return float(priority)
         return inf
+
+
+def _work(seq: SequenceState, model: StepCost) -> float:
+    """Seconds of what is left of the prompt, in steps that run anyway."""
+    return model.added_seconds(seq.computed, len(seq.tokens))
 
 
 class _Steps:

@@ -136,7 +136,7 @@ class Engine:
             for scheduler in self.schedulers:
                 scheduler.fill(plan, now)
             if plan.paused and not plan.work:  # in vain: no step would end, and nothing might wake the engine
-                plan.may_pause, plan.paused = False, 0
+                plan.may_pause = False
                 for scheduler in self.schedulers:
                     scheduler.fill(plan, now)
             self.begin(plan)

@@ -254,7 +254,7 @@ def test_nobody_pauses_where_that_brings_next_to_nothing() -> None:
 
 
 def test_the_most_important_prompts_are_looked_at_and_no_others() -> None:
-    """What a step's look costs does not grow with the queue."""
+    """What runs is not compared with each that waits."""
     step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
     for _ in range(MOST_PROMPTS):
         step.ask(urgent(1, first_token_in=0.9))
@@ -266,6 +266,14 @@ def test_the_most_important_prompts_are_looked_at_and_no_others() -> None:
             step.ask(urgent(1, priority=other))
         step.ask(urgent(priority=IMPORTANT + MOST_PRIORITIES))
         assert len(step.paused(0.0)) == (0 if priority == IMPORTANT else 5)
+
+
+def test_prompts_that_nothing_could_save_hide_none() -> None:
+    step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
+    for _ in range(MOST_PROMPTS):
+        step.ask(urgent(700, first_token_in=0.3))
+    step.ask(urgent(700))
+    assert len(step.paused(0.0)) == 5
 
 
 class PausesAlways:
@@ -299,9 +307,10 @@ def test_an_engine_that_has_work_has_a_step(why: str) -> None:
     prefilling.add(seq)
     decoding.pauses = PausesAlways()
     while decoding.running:
+        before = decoding.paused, seq.computed
         assert engine.step() is not None
-        assert not seq.computed or why == "a grammar is compiled"
-    assert decoding.paused > 0
+        assert (decoding.paused > before[0]) == (seq.computed > before[1]), "it is counted where it is not in vain"
+    assert not seq.computed or why == "a grammar is compiled"
     assert all(list(text.output) == written_out([1] * 20, 9) for text in texts)
 
 
