@@ -108,7 +108,6 @@ class DecodeScheduler:
         self._token: dict[SequenceState, Work] = {}  # one token of each that runs
         self._joined: list[SequenceState] = []  # since the last step was planned
         self.preemptions = 0
-        self.paused = 0  # times that a sequence was left out of a step
 
     def add(self, seq: SequenceState) -> None:
         """A sequence whose KV is here up to its last token joins the batch."""
@@ -147,7 +146,6 @@ class DecodeScheduler:
 
     def _unpaused(self, plan: StepPlan, now: float) -> Sequence[SequenceState]:
         """Those that run, without those that pause."""
-        self.paused -= plan.paused  # in vain, where the step is planned anew
         plan.paused = 0
         if self.pauses is None or not self.running or not plan.may_pause:
             return self.running
@@ -157,7 +155,6 @@ class DecodeScheduler:
         goals = [(seq, seq.objectives) for seq in self.running]
         rows = [seq for seq, each in goals if each.priority <= beyond or each.origin < inf]
         plan.paused = len(self.running) - len(rows)
-        self.paused += plan.paused
         return rows
 
     def _grown(self, rows: Sequence[SequenceState], plan: StepPlan) -> list[SequenceState] | None:

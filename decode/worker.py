@@ -342,7 +342,7 @@ class DecodeWorker:
         return labelled | {
             "mixed_pairs": float(self.mixed_pairs),
             "leases_gave_way": float(self.room.gave_way),
-            "decodes_paused": float(self.scheduler.paused),
+            "decodes_paused": float(self.engine.totals.paused),
         }
 
     def orphans(self) -> int:

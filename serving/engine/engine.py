@@ -139,6 +139,7 @@ class Engine:
                 plan.may_pause = False
                 for scheduler in self.schedulers:
                     scheduler.fill(plan, now)
+            self.totals.paused += plan.paused
             self.begin(plan)
             outputs = []
             for seq in plan.preempted:

@@ -264,6 +264,7 @@ class StepTotals:
     python_seconds: float = 0.0
     waited_seconds: float = 0.0
     proposing_seconds: float = 0.0
+    paused: int = 0  # times that a sequence was left out of a step for a prompt
 
     def add(self, record: StepRecord) -> None:
         self.sizes[bisect_left(STEP_TOKEN_BINS, record.new_tokens)] += 1
