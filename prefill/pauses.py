@@ -53,21 +53,21 @@ class DecodePauses:
 
     def _pressing(self, running: Sequence[SequenceState], now: float) -> float:
         """The priority of the most important prompt that is in time only if others pause."""
+        prompts, model = list(self.prompts()), self.cost()
+        if not prompts or model is None or not model.samples:
+            return inf
         last = max([seq.objectives.priority for seq in running if seq.objectives.origin == inf], default=-inf)
-        if last == -inf:
-            return inf
-        model = self.cost()
-        found = [seq for seq in self.prompts() if now < seq.objectives.due and seq.objectives.priority < last]
-        if not found or model is None or not model.samples:
-            return inf
+        found = [seq for seq in prompts if now < seq.objectives.due and seq.objectives.priority < last]
         hopeful = [seq for seq in found if now + _work(seq, model) < seq.objectives.due]
+        if not hopeful:
+            return inf
         waiting = nsmallest(MOST_PROMPTS, hopeful, key=_most_important_first)
         beside = _Steps(running, model, now, self.tokens)
         work, tokens = 0.0, 0  # seconds of the prompts so far, in steps that run anyway
-        for priority, prompts in islice(groupby(waiting, lambda seq: seq.objectives.priority), MOST_PRIORITIES):
+        for priority, alike in islice(groupby(waiting, lambda seq: seq.objectives.priority), MOST_PRIORITIES):
             rest = [seq for seq in running if seq.objectives.origin < inf or seq.objectives.priority <= priority]
             without = _Steps(rest, model, now, self.tokens)
-            for seq in prompts:
+            for seq in alike:
                 left, length = seq.objectives.due - now, len(seq.tokens)
                 own, more = _work(seq, model), tokens + length - seq.computed
                 quick = without.seconds(left, more)

@@ -14,7 +14,7 @@ from multiprocessing import Pool
 from statistics import median
 
 from bench.mixture import TimedAsk
-from bench.overload import AFTER, BATCH, BEFORE, INTERACTIVE, KINDS, SURGE
+from bench.overload import BATCH, INTERACTIVE, KINDS, arguments, spans_of
 from bench.report import aligned
 from bench.surge import LoadSpan, bounds, timed_in_spans
 from deploy.simulator.cluster import ClusterPlan
@@ -28,7 +28,6 @@ from serving.step_cost import StepCost
 COST = StepCost(fixed=8e-3, token=1.72e-3, pair=2e-7, sequence=2e-5, context=5e-6)  # one core of a Zen 3, INT8
 NOISE = 0.12
 CAPACITY = 1.67  # requests/s of both kinds in a closed loop of two such workers
-SHARES = ((BEFORE, 30.0, 0.3, 0.2), (SURGE, 30.0, 0.6, 2.4), (AFTER, 40.0, 0.3, 0.2))
 
 
 @dataclass(slots=True)
@@ -50,10 +49,7 @@ class SpanOutcomes:
 
 
 def spans(capacity: float) -> list[LoadSpan]:
-    return [
-        LoadSpan(name=name, seconds=seconds, rates={INTERACTIVE.name: capacity * quick, BATCH.name: capacity * slow})
-        for name, seconds, quick, slow in SHARES
-    ]
+    return spans_of(arguments().parse_args([]), capacity)
 
 
 def traced(one: TimedAsk) -> TracedRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -15,6 +16,7 @@ from prefill.chunking import LEAN_STEPS
 from prefill.pauses import LONGEST, MOST_PRIORITIES, MOST_PROMPTS, DecodePauses
 from prefill.scheduler import PrefillScheduler
 from serving.engine.sequence import SequenceState
+from serving.grammar.grammars import GrammarState
 from serving.messages import Slo
 from serving.step_cost import StepCost
 from tests.fakes.sequences import make_sequence
@@ -27,10 +29,6 @@ COST = StepCost(fixed=0.0, token=0.001, pair=0.0, sequence=0.004, context=0.0, e
 TPOT_MS, TTFT = 60.0, 1.0
 IMPORTANT, STANDARD, BATCH = -100, 0, 100
 FITS_ALONE = 700  # prompt tokens: 0.85 s beside the one that matters, 1.26 s beside all six
-
-
-class Compiling:
-    ready = False
 
 
 class Pausing(Step):
@@ -215,7 +213,7 @@ def test_nobody_pauses_for_a_prompt_that_lacks_blocks() -> None:
 def test_nobody_pauses_for_a_prompt_whose_grammar_is_being_compiled() -> None:
     step = Pausing(row(TPOT_MS, priority=IMPORTANT), *others())
     step.ask(seq := urgent())
-    seq.grammar = Compiling()  # type: ignore[assignment]
+    seq.grammar = GrammarState(Future())
     assert step.paused(0.0) == []
 
 
@@ -303,7 +301,7 @@ def test_an_engine_that_has_work_has_a_step(why: str) -> None:
     if why == "a prefix is coming":
         Arriving(seq, 16)
     else:
-        seq.grammar = Compiling()  # type: ignore[assignment]
+        seq.grammar = GrammarState(Future())
     prefilling.add(seq)
     decoding.pauses = PausesAlways()
     while decoding.running:
