@@ -23,7 +23,7 @@ from deploy.kvcache_process import store_config
 from deploy.router_snapshot import SnapshotFile, SnapshotKeeper, snapshot_file
 from deploy.runtime.addresses import near
 from deploy.runtime.cpu_binding import use_cores
-from deploy.runtime.devices import use_device
+from deploy.runtime.devices import use_device, visible_devices
 from deploy.runtime.http_server import bind, open_status_door
 from deploy.runtime.open_doors import check_api, check_grpc
 from deploy.runtime.settings import Settings
@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # FastAPI and torch come with them
 log = logging.getLogger(__name__)
 
 ROUTER_PORT = 8100
+PRELOAD = ("deploy.worker.process", "uvloop")  # for workers that are forked: all that they import
 CANARY_SECONDS = 2.0  # without traffic, unless --canary-interval says otherwise
 
 
@@ -149,7 +150,14 @@ def children_below(
     """Workers and nodes as child processes of this one, which run `module` and report to `router`."""
     specs = node_specs(children.nodes, router, children.node_settings or settings)
     specs += child_specs(path, children.workers, router)
-    supervisor = Supervisor(specs, {"MILLRACE_CLUSTER_KEY": key} if key else {}, module)
+    several = sum(group.count for group in children.workers) > 1
+    supervisor = Supervisor(
+        specs,
+        {"MILLRACE_CLUSTER_KEY": key} if key else {},
+        module,
+        forking=tuple(Role) if several and not visible_devices(os.environ) else (),
+        preload=PRELOAD,
+    )
     return ChildProcesses(supervisor, settings.http.shutdown_timeout)
 
 

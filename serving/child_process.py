@@ -6,13 +6,13 @@ what clients send needs none of the secrets in our environment.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import serving
 
@@ -46,7 +46,16 @@ def helper_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return known | {"PYTHONPATH": import_path(environ)}
 
 
-def signal_child(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+class Child(Protocol):
+    """What is told of a child process."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+
+
+def signal_child(process: Child, number: signal.Signals) -> None:
     """Send a signal to a child that runs.
 
     asyncio's own methods ask first whether it has ended, and take its exit status from the event loop if it just has:

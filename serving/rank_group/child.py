@@ -5,9 +5,12 @@ It knows neither what the words mean nor which ranks make a group.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +20,10 @@ from serving.channel import Channel, ChannelClosed, ChannelLate
 from serving.child_process import helper_environ, module_command
 from serving.expert_parallel.exchange import RankLost
 from serving.expert_parallel.processes import is_ending
+from serving.fork_server import ForkedProcess, ForkServer, ForkUnavailable
 from serving.logs import handed_down
+
+log = logging.getLogger(__name__)
 
 RANK_MODULE = "serving.rank_group.rank_process"
 ALSO_NEEDED = ("CXX", "XDG_CACHE_HOME", "OMP_WAIT_POLICY")  # by which kernels are found, and threads wait
@@ -112,7 +118,7 @@ class RankProcess(RankLine):
                 undone.callback(channel.close)
                 ours.append(channel)
                 sockets.append(theirs.enter_context(other))
-            self.process = _started(part or f"rank-{rank}", environ or {}, sockets, inherited)
+            self.process = _started(part or f"rank-{rank}", environ, sockets, inherited)
             channel, *beside = ours
             super().__init__(rank, self.process.pid, channel)
             self.lanes = [RankLine(rank, self.process.pid, one) for one in beside]
@@ -142,15 +148,49 @@ class RankProcess(RankLine):
             lane.channel.close()
 
 
+class _Forks:
+    """The fork server of this process's ranks, and another one where they are to have another environment."""
+
+    def __init__(self) -> None:
+        self._server: ForkServer | None = None
+        self._choosing = threading.Lock()
+
+    def server(self, environ: Mapping[str, str]) -> ForkServer:
+        with self._choosing:
+            if self._server is None or self._server.environ != environ:
+                if self._server is not None:
+                    self._server.close()
+                else:
+                    atexit.register(self.close)
+                self._server = ForkServer((RANK_MODULE,), environ)
+            return self._server
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+_forks = _Forks()
+
+
 def _started(
-    part: str, environ: Mapping[str, str], theirs: Sequence[socket.socket], inherited: Sequence[int]
-) -> subprocess.Popen[bytes]:
+    part: str, environ: Mapping[str, str] | None, theirs: Sequence[socket.socket], inherited: Sequence[int]
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Forked, but for one with an `environ`: that of a device's rank, whose libraries read it when they are loaded."""
     known = {name: value for name in ALSO_NEEDED if (value := os.environ.get(name)) is not None}
-    channel, *lanes = (one.fileno() for one in theirs)
+    common = helper_environ(os.environ) | known
+    files = [one.fileno() for one in theirs]
+    arguments = [str(number) for number in (files[0], os.getpid(), *files[1:])]
+    if environ is None:
+        try:
+            own = common | handed_down(part)
+            return _forks.server(common).start(RANK_MODULE, arguments, own, (*files, *inherited))
+        except ForkUnavailable as error:
+            log.debug("%s starts with an interpreter of its own: %s", part, error)
     return subprocess.Popen(  # noqa: S603 - our own module
-        [*module_command(RANK_MODULE), *map(str, (channel, os.getpid(), *lanes))],
-        pass_fds=(channel, *lanes, *inherited),
-        env=helper_environ(os.environ) | known | dict(environ) | handed_down(part),
+        [*module_command(RANK_MODULE), *arguments],
+        pass_fds=(*files, *inherited),
+        env=common | dict(environ or {}) | handed_down(part),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the leader, which ends its ranks
     )

@@ -72,5 +72,5 @@ def place_of(local: str) -> tuple[str, int]:
 
 def command(process: int) -> str:
     """The millrace command that it runs."""
-    words = Path(f"/proc/{process}/cmdline").read_bytes().decode().split("\0")
+    words = Path(f"/proc/{process}/cmdline").read_bytes().decode().rstrip("\0").split("\0")
     return words[words.index("deploy.cli") + 1] if "deploy.cli" in words else " ".join(words)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.fakes.awake import Awake
+from tests.fakes.forks import Running, started
 from tests.fakes.stopping import harm, stop
 from tests.flow.ports import free_port
 
@@ -46,17 +46,13 @@ def samples(text: str, name: str) -> list[tuple[dict[str, str], float]]:
     return [(dict(re.findall(r'(\w+)="([^"]*)"', labels)), float(value)) for labels, value in found]
 
 
-def start_millrace(*arguments: str, log: IO[str], environ: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_millrace(*arguments: str, log: IO[str], environ: dict[str, str] | None = None) -> Running:
     """The `millrace` of this checkout as a child process that logs into a file."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", *arguments],
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env={**KV_MEMORY, **os.environ, "PYTHONPATH": REPOSITORY, **(environ or {})},
-    )
+    told = {**KV_MEMORY, **os.environ, "PYTHONPATH": REPOSITORY, **(environ or {})}
+    return started("deploy.cli", arguments, told, log)
 
 
-def end(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
+def end(process: Running, seconds: float = 60.0) -> int:
     """SIGTERM, and SIGKILL to one that stays; the exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -64,8 +60,7 @@ def end(process: subprocess.Popen[bytes], seconds: float = 60.0) -> int:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-    return process.returncode
+    return process.wait()
 
 
 class Asking:

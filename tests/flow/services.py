@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Sequence
@@ -17,18 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.fakes.forks import Running
 from tests.flow.ports import free_port
-from tests.flow.server import KV_MEMORY, START_SECONDS, MillraceServer, wait_until
+from tests.flow.server import START_SECONDS, MillraceServer, start_millrace, wait_until
 
 STEPPED_BACK = 5  # a nice value
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 
 
-def launch(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
+def launch(arguments: Sequence[str], log: Any) -> Running:
     """`millrace` with these arguments; `log` takes what it prints."""
-    environ = {**KV_MEMORY, **os.environ, "PYTHONPATH": REPOSITORY, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environ)
+    return start_millrace(*arguments, log=log, environ={"OMP_NUM_THREADS": "1"})
 
 
 class RouterService(MillraceServer):

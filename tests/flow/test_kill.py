@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 
 TRIES = 5
 DECODE = ("decode-0", "decode-1")
+FORK_SERVER = "serving.fork_server_process"
 WORKERS = ("prefill-0", "prefill-1", *DECODE)
 KINDS: tuple[dict[str, Any], ...] = (
     {"stream": True, "temperature": 0.0},
@@ -260,7 +261,7 @@ def test_decode_worker_dies_after_the_tenth_token(
 
 def kill_all_that_decodes(server: MillraceServer, asked: list[Asked]) -> None:
     if moment(lambda: asked[0].progressed.is_set(), asked):
-        for decode in DECODE:
+        for decode in (FORK_SERVER, *DECODE):
             server.signal_worker(decode, SIGKILL)
 
 
@@ -268,5 +269,5 @@ def kill_all_that_decodes(server: MillraceServer, asked: list[Asked]) -> None:
 def test_both_decode_workers_die_and_come_back(
     server: MillraceServer, client: Client, form: Form, undisturbed: Outcomes
 ) -> None:
-    """Nobody is left to take over: the requests wait for the workers that are started again."""
+    """Nobody is left to take over: the requests wait for the workers that are started again, by a new fork server."""
     disturb(server, client, form, undisturbed, partial(kill_all_that_decodes, server))

@@ -25,7 +25,12 @@ def end_main_thread() -> None:
     ctypes.CDLL(None).syscall(EXIT, 0)
 
 
-if __name__ == "__main__":
+def main() -> int:
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))  # which stays open
     channel.send(LAST_WORD, SECONDS)
     end_main_thread()
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -13,30 +13,25 @@ from pathlib import Path
 import pytest
 
 from deploy.runtime import supervisor as supervisors
-from deploy.runtime.supervisor import ChildSpec, Supervisor
+from deploy.runtime.supervisor import ChildSpec, ForkedChild, Supervisor
 from serving.child_process import ROOT
+from serving.fork_server import ForkServer
+from tests.fakes import supervised
+from tests.fakes.forks import no_fork
 from tests.fakes.stopping import stop
 
-CHILD = """
-import os, signal, sys
-name, folder, how = sys.argv[1:4]
-if how == "stubborn":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if how == "obliging":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-with open(os.path.join(folder, name), "a") as log:
-    log.write(f"{os.getpid()} {os.getsid(0)} {os.environ.get('MILLRACE_TOLD', '')} {os.environ.get('OWN')}\\n")
-if how == "dies":
-    sys.exit(3)
-signal.pause()
-"""
+CHILD = Path(supervised.__file__).read_text()
 
 
 class Children:
-    """Runs `CHILD` where the supervisor would run millrace; `lives` are what each child has written down."""
+    """Runs `CHILD` where the supervisor would run millrace; `lives` are what each child has written down.
 
-    def __init__(self, folder: Path):
+    They are `forked`, or each starts an interpreter, which takes no time to import anything.
+    """
+
+    def __init__(self, folder: Path, *, forked: bool):
         self.folder = folder
+        self.forked = forked
         self.program = folder / "millrace"
         self.program.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -S -E {folder / "child.py"} "$@"\n')
         self.program.chmod(0o755)
@@ -45,10 +40,11 @@ class Children:
 
     def start(self, **ways: str) -> None:
         specs = [
-            ChildSpec(name=name, arguments=(name, str(self.folder), how), environ={"OWN": name})
+            ChildSpec(name=name, arguments=(name, str(self.folder), how), environ={"MILLRACE_OWN": name})
             for name, how in ways.items()
         ]
-        self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"})
+        how = {"module": supervised.__name__, "forking": ways} if self.forked else {}
+        self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"}, **how)  # type: ignore[arg-type]
         self.supervisor.start()
 
     def lives(self, name: str) -> list[list[str]]:
@@ -70,10 +66,13 @@ def runs(pid: str) -> bool:
     return True
 
 
-@pytest.fixture
-async def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Children]:
-    made = Children(tmp_path)
-    monkeypatch.setattr(sys, "executable", str(made.program))
+@pytest.fixture(params=[False, True], ids=["interpreters", "forked"])
+async def children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Children]:
+    made = Children(tmp_path, forked=request.param)
+    if not made.forked:
+        monkeypatch.setattr(sys, "executable", str(made.program))
     monkeypatch.setattr(supervisors, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 0.04)
     yield made
@@ -87,6 +86,8 @@ async def test_children_start_in_sessions_of_their_own_and_leave_when_asked(chil
     assert one[1] == one[0] and two[1] == two[0], "Ctrl-C is for us alone"
     assert one[2] == two[2] == "yes"
     assert one[3] == "one" and two[3] == "two", "what is a child's alone"
+    for process in children.supervisor.processes.values():
+        assert isinstance(process, ForkedChild) == children.forked
     await children.supervisor.stop(10.0)
     assert not runs(one[0]) and not runs(two[0])
     codes = [process.returncode for process in children.supervisor.processes.values()]
@@ -105,6 +106,7 @@ async def test_signals_leave_exit_statuses_to_the_event_loop(
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "poll", poll)
+        patch.setattr(children.supervisor._forks, "close", lambda: None)  # that is another's exit status
         await children.supervisor.stop(0.5)
     codes = {name: process.returncode for name, process in children.supervisor.processes.items()}
     assert codes == {"one": -signal.SIGTERM, "two": -signal.SIGKILL}
@@ -139,6 +141,37 @@ async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> No
     async with asyncio.timeout(60):
         await children.supervisor.stop(600.0)
     assert children.supervisor.processes["one"].returncode == 0
+
+
+async def test_a_fork_server_that_dies_takes_nobody_along(children: Children) -> None:
+    children.start(one="stays", two="stays")
+    await until(lambda: children.lives("one") and children.lives("two"))
+    server = children.supervisor._forks._process
+    assert (server is not None) == children.forked
+    if server is not None:
+        server.kill()
+    os.kill(int(children.lives("one")[0][0]), signal.SIGKILL)
+    await until(lambda: len(children.lives("one")) == 2)
+    (two,) = children.lives("two")
+    assert runs(two[0])
+
+
+async def test_a_child_that_is_let_go_as_it_starts_is_gone(children: Children) -> None:
+    children.start(one="stays")
+    await asyncio.sleep(0)
+    await children.supervisor.let_go("one", 5.0)
+    assert not children.supervisor.processes
+    await children.supervisor.stop(5.0)
+    assert not [pid for pid, *_ in children.lives("one") if runs(pid)]
+
+
+async def test_a_child_that_cannot_be_forked_starts_an_interpreter(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ForkServer, "start", no_fork)
+    children.start(one="stays")
+    await until(lambda: children.lives("one"))
+    assert isinstance(children.supervisor.processes["one"], asyncio.subprocess.Process)
 
 
 async def test_nobody_is_started_again_once_it_stops(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:

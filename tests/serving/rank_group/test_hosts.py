@@ -18,7 +18,7 @@ import torch
 from serving.forward.forward import EagerForward
 from serving.loader import quantize_at_load
 from serving.loader.loading import load
-from serving.rank_group.child import RankProcess
+from serving.rank_group.child import RANK_MODULE, RankProcess
 from serving.rank_group.epochs import GroupEpochs
 from serving.rank_group.host_door import HostSecurity
 from serving.rank_group.host_lobby import HostLobby
@@ -313,7 +313,8 @@ def test_a_rank_of_the_leaders_host_that_is_lost_costs_no_host(
 
 def ranks_of(host: HostProcess) -> list[int]:
     children = Path(f"/proc/{host.process.pid}/task").glob("*/children")
-    return [int(pid) for each in children for pid in each.read_text().split()]
+    found = [int(pid) for each in children for pid in each.read_text().split()]
+    return [pid for pid in found if RANK_MODULE in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @TORCH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,13 @@ from serving import logs
 from serving.expert_parallel.exchange import RankLost
 from serving.model.hf_config import spec_from_hf
 from serving.parallel.layout import ParallelLayout
+from serving.rank_group import child
 from serving.rank_group.child import RankProcess
 from serving.rank_group.kv_share import kv_share
 from serving.rank_group.layout_forward import LayoutForward
 from serving.rank_group.layout_leader import DividedModel, join_layout, load_layout
 from tests.fakes.awake import retaken
+from tests.fakes.forks import no_fork
 from tests.fakes.stopping import harm
 from tests.serving.model.oracle import configs
 from tests.serving.parallel.models import written
@@ -172,12 +174,20 @@ def test_shares_of_kv_cover_the_planes(name: str, layout: ParallelLayout) -> Non
 
 def test_ranks_of_several_workers_are_told_apart_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """All write to one place where a front has several workers: a rank's lines name its worker too."""
-    started: list[dict[str, str]] = []
+    started: list[Mapping[str, str]] = []
 
-    def begun(*_: object, env: dict[str, str], **__: object) -> SimpleNamespace:
+    def begun(*_: object, env: Mapping[str, str], **__: object) -> SimpleNamespace:
         started.append(env)
         return SimpleNamespace(pid=1)
 
+    def forked(module: str, arguments: object, environ: Mapping[str, str], files: object) -> SimpleNamespace:
+        return begun(env=environ)
+
+    monkeypatch.setattr(child._forks, "server", lambda environ: SimpleNamespace(start=forked))
+    RankProcess(1).channel.close()
+    monkeypatch.setattr(child._forks, "server", lambda environ: SimpleNamespace(start=no_fork))
     monkeypatch.setattr(subprocess, "Popen", begun)
     RankProcess(1).channel.close()
-    assert json.loads(started[0][logs.HANDED_DOWN])["name"] == f"{logs.current_setup().name}/rank-1"
+    for environ in started:
+        assert json.loads(environ[logs.HANDED_DOWN])["name"] == f"{logs.current_setup().name}/rank-1"
+    assert len(started) == 2

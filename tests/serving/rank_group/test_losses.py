@@ -93,7 +93,8 @@ def lose_and_come_back(how: signal.Signals, redundant: int, compiled: bool, fold
             group.step(ALL, layer_done)
             reference.step(ALL)
         counts = spread.ranks.counts
-        assert (spread.ranks.size, counts.losses, counts.repeated_steps) == (RANKS - 1, 1, 1)
+        left = spread.ranks.size - counts.admitted  # it is back within a step where nothing else keeps the cores
+        assert (left, counts.losses, counts.repeated_steps) == (RANKS - 1, 1, 1)
         assert (counts.loaded_experts > 0) == (redundant == 0)
         assert not exists(victim), "who was given up is dead: it could write KV otherwise"
         until_back(spread, group, reference)

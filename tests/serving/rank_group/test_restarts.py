@@ -22,6 +22,7 @@ from serving.rank_group.restarts import (
     RankKeeper,
     RestartDelays,
 )
+from tests.fakes.forks import no_fork
 
 JOIN_SECONDS = 60.0  # that a busy machine may need
 
@@ -161,6 +162,7 @@ def test_a_process_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError("no process is left")
 
+    monkeypatch.setattr(child._forks, "server", lambda environ: SimpleNamespace(start=no_fork))
     monkeypatch.setattr(child.subprocess, "Popen", refuse)
     with pytest.raises(BlockingIOError):
         RankProcess(1)

@@ -1,0 +1,5 @@
+"""A module that is never imported: it takes for ever."""
+
+import threading
+
+threading.Event().wait()
