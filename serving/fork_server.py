@@ -11,6 +11,8 @@ import ctypes
 import json
 import logging
 import os
+import re
+import resource
 import select
 import signal
 import socket
@@ -20,19 +22,28 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
-from serving.child_process import module_command
-from serving.fork_server_process import MOST_BYTES, ROOM, ForkOrder
+from serving.child_process import ENDED_FROM_OUTSIDE, module_command
+from serving.fork_server_process import FORK, GO, HERE, MOST_BYTES, ROOM, SETTLED, ForkOrder
+from serving.logs import handed_down
 
 log = logging.getLogger(__name__)
 
 MODULE = "serving.fork_server_process"
+PART = "forks"  # as it logs
 READY_SECONDS = 60.0  # to import everything on a busy machine
 FORK_SECONDS = 10.0
 LOOK_SECONDS = 0.05  # between looks whether the fork server lives, while an answer is awaited
+UNKNOWN_SECONDS = 1.0  # for what an ended fork server has forked and not told of to end as well
+MOST_TRIES = 3  # to start one that somebody ends
 # Settings that nothing reads before a forked process does its work. Of any other a library or the interpreter may have
 # read what the fork server has: where a process is to have another value it is not forked.
-READ_LATER = ("MILLRACE_", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "CXX")
+READ_LATER = frozenset({"CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "CXX"})
+READ_LATER_PREFIX = "MILLRACE_"
+LOST_STATUS = 255  # of a process that somebody else has waited for, as asyncio has it
+LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 
@@ -41,11 +52,16 @@ class ForkUnavailable(Exception):
     """The process was not forked, and will not be: start an interpreter."""
 
 
+def read_later(name: str) -> bool:
+    """True for a setting in which a forked process may differ from its fork server."""
+    return name in READ_LATER or name.startswith(READ_LATER_PREFIX)
+
+
 class ForkedProcess:
     """A forked child of ours, with what `subprocess.Popen` has for one. Safe for threads."""
 
     def __init__(self, pid: int, args: Sequence[str]) -> None:
-        """Raises ForkUnavailable where it is no child of this process."""
+        """Raises ForkUnavailable where it cannot be watched, or is no child of this process."""
         self.pid = pid
         self.args = tuple(args)
         self.returncode: int | None = None  # minus the signal's number where one ended it
@@ -71,7 +87,10 @@ class ForkedProcess:
         """The exit status, or None while it runs."""
         with self._reaping:
             if self.returncode is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:
+                    pid, status = self.pid, LOST_STATUS << 8
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
                     os.close(self._pidfd)
@@ -85,12 +104,14 @@ class ForkedProcess:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0.0:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            with suppress(OSError):  # another thread has waited for it meanwhile
-                duplicate = os.dup(self._pidfd)
-                try:
-                    _readable(duplicate, left)
-                finally:
-                    os.close(duplicate)
+            with self._reaping:
+                if self.returncode is not None:  # another thread has waited for it
+                    continue
+                watched = os.dup(self._pidfd)  # which that thread may close
+            try:
+                _readable(watched, left)
+            finally:
+                os.close(watched)
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -121,6 +142,7 @@ class ForkServer:
         self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._tries = 0  # to start one that was ended by somebody
 
     def start(
         self,
@@ -134,39 +156,73 @@ class ForkServer:
         """Run `main()` of this module with these arguments, all of this environment, and `files`, descriptors that keep
         their numbers. What it returns is the exit status. Raises ForkUnavailable.
 
-        It has our working directory, cores and niceness, and writes to the descriptor `output`, or where we do.
+        It has our working directory, cores, niceness, limits and blocked signals, and writes to the descriptor
+        `output`, or where we do.
         """
         if (name := self._differs(environ)) is not None:
             raise ForkUnavailable(f"a library may have read another {name}")
-        with self._starting:
-            if self.failure is not None:
-                raise ForkUnavailable(self.failure)
-            server = self._running()
-            ours, theirs = socket.socketpair()
-            with ours, theirs, _here() as folder:
-                order = ForkOrder(
-                    module=module,
-                    arguments=list(arguments),
-                    environ=dict(environ),
-                    cores=sorted(os.sched_getaffinity(0)),
-                    niceness=os.getpriority(os.PRIO_PROCESS, 0),
-                    files=(1, 2, *files),
-                )
-                outputs = (1, 2) if output is None else (output, output)
-                process = self._forked(server, order, [theirs.fileno(), folder, *outputs, *files])
-                ours.send(b"!")  # it waits for that, and ends where nobody knows of it
-                return process
+        outputs = (1, 2) if output is None else (output, output)
+        try:
+            if not all(map(os.get_inheritable, (1, 2) if output is None else ())):
+                raise ForkUnavailable("standard output or error is none that children have")
+            order = ForkOrder(
+                module=module,
+                arguments=list(arguments),
+                environ=dict(environ),
+                cores=sorted(os.sched_getaffinity(0)),
+                niceness=os.getpriority(os.PRIO_PROCESS, 0),
+                umask=_umask(),
+                blocked=sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+                limits={name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+                files=(1, 2, *files),
+            )
+            word = order.packed()
+            with self._starting, _here() as folder:
+                return self._started(order, word, [folder, *outputs, *files])
+        except (OSError, OverflowError, UnicodeError) as error:
+            raise ForkUnavailable(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """It forks no more; what it has forked goes on."""
-        self.failure = "the fork server has been closed"  # who waits for it sees that
+        self.failure = "the fork server has been closed"  # who waits until it is ready sees that
         with self._starting:
             self._end()
 
     def _differs(self, environ: Mapping[str, str]) -> str | None:
         """A setting that may have been read already, and not as it is here."""
         differing = {name for name, _ in environ.items() ^ self.environ.items()}
-        return min((name for name in differing if not name.startswith(READ_LATER)), default=None)
+        return min((name for name in differing if not read_later(name)), default=None)
+
+    # ---- with `_starting` ------------------------------------------------------------------------------------------
+
+    def _started(self, order: ForkOrder, word: bytes, files: Sequence[int]) -> ForkedProcess:
+        """Raises ForkUnavailable, OSError."""
+        if self.failure is not None:
+            raise ForkUnavailable(self.failure)
+        server = self._running()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            socket.send_fds(server, [word], [theirs.fileno(), *files])
+            try:
+                told = self._answer(server)
+            except BaseException:  # what it says next would be taken for the answer to something else
+                ours.close()  # what it has forked ends
+                theirs.close()
+                self._end()
+                raise
+            if "pid" not in told:
+                raise ForkUnavailable(f"the fork server could not fork: {told['error']}")
+            theirs.close()
+            return _begun(told["pid"], [*module_command(order.module), *order.arguments], ours)
+
+    def _answer(self, server: socket.socket) -> dict[str, Any]:
+        """What came of an order that it has. Raises ForkUnavailable, OSError."""
+        if self._heard(FORK_SECONDS) != HERE:
+            raise ForkUnavailable("the fork server has said something else")
+        with _adopting():
+            server.send(FORK)
+            told: dict[str, Any] = json.loads(self._heard(FORK_SECONDS))
+        return told
 
     def _running(self) -> socket.socket:
         """The way to a server that lives. Raises ForkUnavailable."""
@@ -177,11 +233,13 @@ class ForkServer:
         way, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._socket = way
+            way.settimeout(FORK_SECONDS)
+            way.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MOST_BYTES)
             try:
                 self._process = subprocess.Popen(  # noqa: S603 - our own module
                     [*module_command(MODULE), str(theirs.fileno()), ROOM],
                     pass_fds=(theirs.fileno(),),
-                    env=self.environ,
+                    env=self.environ | handed_down(PART),
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for us
                 )
@@ -190,45 +248,35 @@ class ForkServer:
                 self._end()
                 raise ForkUnavailable(f"no fork server: {error}") from error
         try:
-            self._heard(READY_SECONDS)
+            self._heard(READY_SECONDS, starting=True)
         except ForkUnavailable as error:
-            if self.failure is None:
-                self.failure = f"no fork server: {error}"  # it would fail likewise again, and take as long
-                log.warning("%s; processes start without, and import everything themselves", self.failure)
+            self._give_up(f"no fork server: {error}")
             raise
         return way
 
-    def _forked(self, server: socket.socket, order: ForkOrder, files: Sequence[int]) -> ForkedProcess:
-        """Raises ForkUnavailable."""
-        try:
-            word = order.packed()
-        except OverflowError as error:
-            raise ForkUnavailable(str(error)) from error
-        with _adopting():
-            try:
-                server.settimeout(FORK_SECONDS)
-                socket.send_fds(server, [word], files)
-            except OSError as error:
-                self._end()
-                raise ForkUnavailable(f"the fork server was not told: {error}") from error
-            told = json.loads(self._heard(FORK_SECONDS))
-            if "pid" not in told:
-                raise ForkUnavailable(f"the fork server could not fork: {told['error']}")
-            return ForkedProcess(told["pid"], [*module_command(order.module), *order.arguments])
+    def _give_up(self, reason: str) -> None:
+        """It would fail likewise again, and take as long, unless somebody has ended it."""
+        process, ended_by = self._process, None
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                ended_by = process.wait(LOOK_SECONDS)
+        self._end()
+        self._tries += 1
+        if self.failure is None and (ended_by not in ENDED_FROM_OUTSIDE or self._tries == MOST_TRIES):
+            self.failure = reason
+            log.warning("%s; processes start without, and import everything themselves", reason)
 
-    def _heard(self, seconds: float) -> bytes:
-        """Its next word. A server that says none in time is ended. Raises ForkUnavailable."""
+    def _heard(self, seconds: float, *, starting: bool = False) -> bytes:
+        """Its next word. Raises ForkUnavailable, also where it is closed while it starts."""
         assert self._socket is not None
-        until, reason = time.monotonic() + seconds, f"no answer within {seconds:g} s"
-        while time.monotonic() < until and self.failure is None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not (starting and self.failure):
             if _readable(self._socket.fileno(), LOOK_SECONDS):
                 with suppress(OSError):
                     if word := self._socket.recv(MOST_BYTES):
                         return word
-                reason = "it has ended"
-                break
-        self._end()
-        raise ForkUnavailable(self.failure or reason)
+                raise ForkUnavailable("it has ended")
+        raise ForkUnavailable((starting and self.failure) or f"no answer within {seconds:g} s")
 
     def _end(self) -> None:
         process, way = self._process, self._socket
@@ -238,10 +286,40 @@ class ForkServer:
         if process is not None:
             process.kill()
             process.wait()
+            _wait_for_unknown(process.pid)
+
+
+def _begun(pid: int, command: Sequence[str], way: socket.socket) -> ForkedProcess:
+    """The forked process once it is all that it is to be, and told to go on. Raises ForkUnavailable, OSError."""
+    try:
+        process = ForkedProcess(pid, command)
+    except ForkUnavailable:
+        way.close()  # it ends, since nobody knows of it
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        raise
+    try:
+        way.settimeout(FORK_SECONDS)
+        if way.recv(1) == SETTLED:
+            way.send(GO)
+            return process
+        raise ForkUnavailable(f"the process ended with {process.wait()} before it began")
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 def _supported() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(ctypes.CDLL(None), "prctl")
+
+
+def _umask() -> int:
+    """Without a change of it, which would be that of other threads too. Raises OSError."""
+    told = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if told is None:
+        raise OSError("the kernel does not tell the umask")
+    return int(told[1], 8)
 
 
 def _readable(descriptor: int, seconds: float | None) -> bool:
@@ -250,9 +328,21 @@ def _readable(descriptor: int, seconds: float | None) -> bool:
     return bool(poller.poll(None if seconds is None else max(1, round(seconds * 1e3))))
 
 
+def _wait_for_unknown(group: int) -> None:
+    """For processes that the fork server of this number had forked, and had not told of.
+
+    They are in its process group until they are told to go on, and end since they are not.
+    """
+    until = time.monotonic() + UNKNOWN_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < until:
+            if os.waitpid(-group, os.WNOHANG) == (0, 0):
+                time.sleep(LOOK_SECONDS / 10)
+
+
 @contextmanager
 def _here() -> Iterator[int]:
-    """A descriptor of the working directory, which may have no name any more."""
+    """A descriptor of the working directory, which may have no name any more. Raises OSError."""
     folder = os.open(".", os.O_PATH)
     try:
         yield folder

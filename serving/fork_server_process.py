@@ -11,10 +11,11 @@ import fcntl
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -25,9 +26,12 @@ from serving.logs import setup_helper
 
 MOST_BYTES = 160 << 10  # of a word: it is one datagram, and sockets buffer 208 KiB
 MOST_FILES = 64
-ROOM = " " * 8192  # bytes: a worker is told some sixty flags
+ROOM = " " * 4096  # bytes: a worker is told some sixty flags, two kilobytes
+HERE, FORK = b"here", b"fork"  # said between an order and its answer
+SETTLED, GO = b".", b"!"  # said by a forked process and to it
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ARG_START, ARG_END = 45, 46  # places in /proc/PID/stat after the command's name
+PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +43,21 @@ class ForkOrder:
     environ: Mapping[str, str]
     cores: Sequence[int]
     niceness: int
+    umask: int
+    blocked: Sequence[int]  # signals
+    limits: Mapping[str, Sequence[int]]  # soft and hard, by the name in `resource`
     files: Sequence[int]
 
     def packed(self) -> bytes:
-        """Raises OverflowError where it is too long."""
-        word = json.dumps(asdict(self)).encode()
-        if len(word) > MOST_BYTES or len(self.files) >= MOST_FILES:
+        """Raises OverflowError where it is too long, UnicodeEncodeError for what no system has told."""
+        word = json.dumps(asdict(self), ensure_ascii=False).encode(errors="surrogateescape")
+        if len(word) > MOST_BYTES or len(self.files) > MOST_FILES - 2:
             raise OverflowError(f"an order of {len(word)} bytes and {len(self.files)} files is too long")
         return word
+
+    @classmethod
+    def unpacked(cls, word: bytes) -> ForkOrder:
+        return cls(**json.loads(word.decode(errors="surrogateescape")))
 
 
 def fork_away() -> int | None:
@@ -86,40 +97,60 @@ def _forked_again(tell: int) -> bool:
 
 def settle(order: ForkOrder, folder: int, files: Sequence[int]) -> None:
     """Have what a process has that is started by the one we are told by. Raises OSError."""
-    os.setsid()
     os.fchdir(folder)
     os.close(folder)
-    above = 1 + max(order.files)
-    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]  # to where none of them is to be
-    for file in files:
-        os.close(file)
+    moved = [_moved(file, order.files) for file in files]
     for file, number in zip(moved, order.files, strict=True):
         os.dup2(file, number)
+    for file in moved:
         os.close(file)
     os.sched_setaffinity(0, order.cores)
     if order.niceness > os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
+    os.umask(order.umask)
+    for name, (soft, hard) in order.limits.items():
+        with suppress(ValueError, OSError):  # one that only root may raise again
+            resource.setrlimit(getattr(resource, name), (soft, hard))
     os.environ.clear()
     os.environ.update(order.environ)
-    sys.argv[:] = [order.module, *order.arguments]
-    show_command([*module_command(order.module), *order.arguments])
+    command = [*module_command(order.module), *order.arguments]
+    sys.orig_argv[:] = command
+    show_command(command)
+
+
+def _moved(file: int, taken: Collection[int]) -> int:
+    """The same descriptor under a number that none of them is to have; the given one is closed."""
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD, 3)
+    while moved in taken:
+        higher = fcntl.fcntl(file, fcntl.F_DUPFD, moved + 1)
+        os.close(moved)
+        moved = higher
+    os.close(file)
+    return moved
 
 
 def show_command(command: Sequence[str]) -> None:
-    """Have the system show this process with this command line, as far as there is room (proc(5), cmdline)."""
+    """Have the system show this process with this command line, as far as there is room (proc(5), cmdline).
+
+    Where it may not be told how long that is, it shows what is left of the room as empty words.
+    """
     with suppress(OSError, ValueError, IndexError):
         places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = int(places[ARG_START]), int(places[ARG_END])
         if end > start > 0:
-            shown = b"\0".join(os.fsencode(word) for word in command)[: end - start - 1]
+            shown = b"\0".join(os.fsencode(word) for word in command)[: end - start - 1] + b"\0"
             ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+            ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(shown)), 0, 0)
 
 
 def serve(ours: socket.socket) -> ForkOrder | None:
-    """Fork until the socket closes; in a new process, once it is known and has settled, what it is to do."""
+    """Fork until the socket closes; in a new process, once it has settled and is told to go on, what it is to do."""
     while True:
         word, files, *_ = socket.recv_fds(ours, MOST_BYTES, MOST_FILES)
         if not word:
+            return None
+        ours.send(HERE)
+        if ours.recv(MOST_BYTES) != FORK:
             return None
         try:
             answer: dict[str, object] = {"pid": fork_away()}
@@ -131,33 +162,46 @@ def serve(ours: socket.socket) -> ForkOrder | None:
             os.close(file)
         ours.send(json.dumps(answer).encode())
     ours.close()
-    order, (go, folder, *given) = ForkOrder(**json.loads(word)), files
-    if not os.read(go, 1):
-        os._exit(1)  # nobody knows of it: who asked has left, or does not wait any more
-    os.close(go)
-    settle(order, folder, given)
+    return _settled(ForkOrder.unpacked(word), *files)
+
+
+def _settled(order: ForkOrder, way: int, folder: int, *files: int) -> ForkOrder:
+    """Ends the process where who asked for it does not want it any more."""
+    way = _moved(way, order.files)
+    settle(order, folder, files)
+    with socket.socket(fileno=way) as asker:
+        asker.send(SETTLED)
+        if asker.recv(1) != GO:
+            os._exit(1)
+    os.setsid()
     return order
 
 
 def main() -> int:
     """Serve, or be what a forked process is to be."""
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}  # it ends with who started it
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # it ends with who started it; what it forks hears them later
     setup_helper(os.environ)
     ours = socket.socket(fileno=int(sys.argv[1]))
     show_command(sys.orig_argv[: sys.orig_argv.index(ROOM)])
+    collects = gc.isenabled()
     gc.disable()
-    for module in json.loads(ours.recv(MOST_BYTES)):
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection would write to all of it, and each process have a copy of its own
-    ours.send(b"ready")
-    order = serve(ours)
+    try:
+        for module in json.loads(ours.recv(MOST_BYTES) or "[]"):
+            import_module(module)
+        gc.collect()
+        gc.freeze()  # a collection would write to all of it, and each process have a copy of its own
+        ours.send(HERE)
+        order = serve(ours)
+    except ConnectionError:  # who asked is gone
+        return 0
     if order is None:
         return 0
-    gc.enable()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    code: int = import_module(order.module).main()
+    if collects:
+        gc.enable()
+    module = import_module(order.module)
+    sys.argv[:] = [module.__file__ or order.module, *order.arguments]
+    signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)
+    code: int = module.main()
     return code
 
 

@@ -136,12 +136,15 @@ class Supervisor:
         pause = FIRST_PAUSE / 2
         while not self._stopping and (child := self.children.get(name)) is not None:
             began = time.monotonic()
-            process = self.processes[name] = await self._started(child)
-            code = await process.wait()
+            try:
+                process = self.processes[name] = await self._started(child)
+                ended = f"ended with {_ending(await process.wait())}"
+            except OSError as error:
+                ended = f"cannot be started: {error}"
             if self._stopping or name not in self.children:
                 return
             pause = FIRST_PAUSE if time.monotonic() - began > YOUNG else min(2 * pause, LONGEST_PAUSE)
-            log.warning("%s ended with %s; starting it again in %.1f s", name, _ending(code), pause)
+            log.warning("%s %s; starting it again in %.1f s", name, ended, pause)
             await asyncio.sleep(pause)
 
     async def _started(self, child: ChildSpec) -> Child:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +34,12 @@ def found() -> dict[str, Any]:
         "niceness": os.getpriority(os.PRIO_PROCESS, 0),
         "handlers": handlers,
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+        "umask": re.findall(r"^Umask:.*$", Path("/proc/self/status").read_text(), re.MULTILINE),
+        "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
+        "collects": gc.isenabled(),
+        "frozen": gc.get_freeze_count() > 0,
+        "file": sys.argv[0],
+        "original": [word for word in sys.orig_argv if not word.isdigit()],
         "files": sorted(int(each.name) for each in Path("/proc/self/fd").iterdir() if each.exists()),
         "drawn": random.random(),
     }

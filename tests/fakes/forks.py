@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from serving.fork_server import READ_LATER, ForkedProcess, ForkServer, ForkUnavailable
+from serving.fork_server import ForkedProcess, ForkServer, ForkUnavailable, read_later
 
 PRELOAD = ("deploy.cli", "deploy.worker.process", "deploy.frontend", "deploy.local", "deploy.serve", "uvloop")
 MOST = 2  # fork servers at a time: each has torch
@@ -37,7 +37,7 @@ def no_fork(*_: object, **__: object) -> None:
 
 
 def _server(environ: Mapping[str, str]) -> ForkServer:
-    common = {name: value for name, value in environ.items() if not name.startswith(READ_LATER)}
+    common = {name: value for name, value in environ.items() if not read_later(name)}
     key = frozenset(common.items())
     found = _servers.pop(key, None) or ForkServer(PRELOAD, common)
     _servers[key] = found  # the last

@@ -1,34 +1,27 @@
-"""The fork server with real processes: what a forked one finds, how it is waited for, and what goes wrong."""
+"""A process that a fork server has forked: what it finds, and how it is waited for."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
+import resource
 import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving import fork_server
-from serving.child_process import helper_environ, module_command
+from serving import fork_server, logs
 from serving.fork_server import ForkedProcess, ForkServer, ForkUnavailable
 from serving.fork_server_process import MOST_BYTES
-from tests.fakes import forked
-from tests.fakes.stopping import harm, stop
-
-LONG = 60.0  # seconds
-MODULE = forked.__name__
-ENVIRON = helper_environ(os.environ) | {"COLOUR": "blue"}
+from tests.fakes.stopping import harm
+from tests.serving.forked_processes import ENVIRON, LONG, MODULE, Started, adopts, children
 
 
 @pytest.fixture
@@ -36,70 +29,6 @@ def server() -> Iterator[ForkServer]:
     made = ForkServer((MODULE,), ENVIRON)
     yield made
     made.close()
-
-
-class Started:
-    """A process that runs `tests.fakes.forked`, and the way to it; by an interpreter where there is no server."""
-
-    def __init__(self, server: ForkServer | None, *words: str, environ: dict[str, str] | None = None):
-        self.way, theirs = socket.socketpair()
-        self.way.settimeout(LONG)
-        arguments, told = [str(theirs.fileno()), *words], ENVIRON if environ is None else environ
-        with theirs, ExitStack() as undone:
-            undone.callback(self.way.close)
-            if server is not None:
-                self.process: Any = server.start(MODULE, arguments, told, [theirs.fileno()])
-            else:
-                self.process = subprocess.Popen(
-                    [*module_command(MODULE), *arguments],
-                    pass_fds=(theirs.fileno(),),
-                    env=told,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            undone.pop_all()
-
-    def report(self) -> dict[str, Any]:
-        text = b""
-        while part := self.way.recv(1 << 16):
-            text += part
-        self.way.close()
-        found: dict[str, Any] = json.loads(text)
-        return found
-
-    def begun(self) -> Started:
-        assert self.way.recv(1) == b"!"
-        return self
-
-    def end(self) -> int:
-        self.way.close()
-        code: int = self.process.wait(LONG)
-        return code
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def lives(pid: int) -> bool:
-    """False for one that has ended, also where nobody has asked for its exit status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def children() -> set[int]:
-    return {int(pid) for each in Path("/proc/self/task").iterdir() for pid in (each / "children").read_text().split()}
-
-
-def adopts() -> bool:
-    value = ctypes.c_int(-1)
-    ctypes.CDLL(None).prctl(fork_server.PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
-    return bool(value.value)
 
 
 def test_a_forked_process_finds_what_one_finds_that_an_interpreter_has_started(server: ForkServer) -> None:
@@ -118,6 +47,8 @@ def test_a_forked_process_finds_what_one_finds_that_an_interpreter_has_started(s
         each["command"] = [word for word in each["command"] if word != str(number)]
         each["files"] = len([other for other in each["files"] if other > 2])
         del each["pid"], each["drawn"]
+    assert found.pop("frozen"), "what has been imported is shared"
+    assert not interpreter.pop("frozen")
     assert found == interpreter
 
 
@@ -127,9 +58,7 @@ def test_two_forked_processes_draw_other_numbers(server: ForkServer) -> None:
     assert {first.end(), second.end()} == {0}
 
 
-def test_it_has_our_folder_cores_and_niceness_of_now(
-    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_has_what_we_have_now(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Started(server, "0").begun().end() == 0
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -139,17 +68,26 @@ def test_it_has_our_folder_cores_and_niceness_of_now(
     def start() -> None:  # of this thread alone, since niceness is not taken back
         os.sched_setaffinity(0, {max(cores)})
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + 1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGUSR1})
         started = Started(server, "report")
         found.update(started.report())
         started.end()
 
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    umask = os.umask(0o027)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
     thread = threading.Thread(target=start)
     thread.start()
     thread.join(LONG)
+    os.umask(umask)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found["folder"] == str(tmp_path)
     assert found["cores"] == [max(cores)]
-    assert found["niceness"] == niceness + 1
+    assert found["niceness"] == min(19, niceness + 1)
+    assert found["umask"] == ["Umask:\t0027"]
+    assert [soft - 1, hard] in found["limits"]
+    assert found["blocked"] == [signal.SIGUSR1]
     monkeypatch.chdir(gone)
     gone.rmdir()
     assert Started(server, "0").begun().end() == 0, "a folder that has been removed is one to be in"
@@ -167,6 +105,25 @@ def test_what_it_returns_is_the_exit_status(server: ForkServer) -> None:
     left.process.terminate()
     assert left.process.wait(LONG) == -signal.SIGTERM
     left.way.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_at_once_is_not_lost(server: ForkServer, number: signal.Signals) -> None:
+    """Before: the fork server's, which ignored it, until the process had begun: it was killed when its time was up."""
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("what is started here hears it as little as we do")
+    Started(server, "0").begun().end()
+    for _ in range(5):
+        started = Started(server, "wait")
+        harm(started.process.pid, number)
+        assert started.process.wait(LONG) == -number
+        started.way.close()
+
+
+def test_who_else_has_waited_for_it_has_the_exit_status(server: ForkServer) -> None:
+    started = Started(server, "7").begun()
+    os.waitpid(started.process.pid, 0)
+    assert started.process.poll() == started.end() == fork_server.LOST_STATUS
 
 
 def test_threads_may_wait_for_one_process(server: ForkServer) -> None:
@@ -221,66 +178,6 @@ def test_nothing_is_left_of_what_has_ended(server: ForkServer) -> None:
         Started(server, "0")
 
 
-def test_the_fork_server_may_die(server: ForkServer) -> None:
-    before = Started(server, "wait").begun()
-    assert server._process is not None
-    first = server._process.pid
-    os.kill(first, signal.SIGKILL)
-    until(lambda: not lives(first))
-    assert lives(before.process.pid)
-    assert Started(server, "0").begun().end() == 0, "another is started"
-    assert server._process.pid != first
-    assert before.end() == 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_who_ends_a_whole_service_leaves_it_to_us_to_end_the_fork_server(
-    server: ForkServer, number: signal.Signals
-) -> None:
-    Started(server, "0").begun().end()
-    assert server._process is not None
-    harm(server._process.pid, number)
-    assert Started(server, "0").begun().end() == 0
-    assert server._process.poll() is None
-
-
-def test_one_that_cannot_import_what_it_is_to_is_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    server = ForkServer(("tests.fakes.there_is_none",), ENVIRON)
-    for _ in range(2):
-        with pytest.raises(ForkUnavailable, match="has ended"):
-            Started(server, "0")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert server._process is None
-
-
-def test_one_that_stands_still_is_ended(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    Started(server, "0").begun().end()
-    assert server._process is not None
-    pid = server._process.pid
-    stop(pid)
-    monkeypatch.setattr(fork_server, "FORK_SECONDS", 0.1)
-    with pytest.raises(ForkUnavailable, match=r"no answer within 0\.1 s"):
-        Started(server, "0")
-    assert not lives(pid)
-    monkeypatch.setattr(fork_server, "FORK_SECONDS", LONG)
-    assert Started(server, "0").begun().end() == 0
-
-
-def test_a_process_that_nobody_knows_of_ends(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    Started(server, "0").begun().end()
-    pids: list[int] = []
-
-    def lost(pid: int, command: object) -> ForkedProcess:
-        pids.append(pid)
-        raise ForkUnavailable("lost")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fork_server, "ForkedProcess", lost)
-        with pytest.raises(ForkUnavailable, match="lost"):
-            Started(server, "wait")
-    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 1
-
-
 def test_a_process_that_is_not_ours_is_told_of() -> None:
     with pytest.raises(ForkUnavailable, match="no child of ours"):
         ForkedProcess(os.getppid(), [])
@@ -292,12 +189,14 @@ def test_settings_that_libraries_have_read_already_are_not_changed(server: ForkS
     for environ, name in (
         (ENVIRON | {"COLOUR": "red"}, "COLOUR"),
         (ENVIRON | {"OMP_NUM_THREADS": "7"}, "OMP_NUM_THREADS"),
+        (ENVIRON | {"CXXFLAGS": "-g"}, "CXXFLAGS"),
         ({name: value for name, value in ENVIRON.items() if name != "COLOUR"}, "COLOUR"),
     ):
         with pytest.raises(ForkUnavailable, match=name):
             Started(server, "0", environ=environ)
     assert server._process is None, "nothing was started for that"
     told = ENVIRON | {"MILLRACE_TOLD": "yes", "CUDA_VISIBLE_DEVICES": "1"}
+    told["MILLRACE_ODD"] = os.fsdecode(b"\xff\n\xc3\xa9")
     started = Started(server, "report", environ=told)
     assert started.report()["environ"] == told
     assert started.end() == 0
@@ -306,49 +205,25 @@ def test_settings_that_libraries_have_read_already_are_not_changed(server: ForkS
 def test_what_is_too_long_is_refused_and_the_server_goes_on(server: ForkServer) -> None:
     with pytest.raises(ForkUnavailable, match="too long"):
         Started(server, "0", "x" * MOST_BYTES)
-    long = "x" * (MOST_BYTES // 2)
+    assert server._process is None, "nothing was started for that"
+    long = "x" * (MOST_BYTES - 16_384)
     started = Started(server, "report", long)
     assert started.report()["arguments"][-1] == long
     assert started.end() == 0
 
 
-def test_closing_does_not_wait_until_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = ForkServer(("tests.fakes.slow_import",), ENVIRON)
-    refused: list[str] = []
-
-    def start() -> None:
-        try:
-            Started(server, "0")
-        except ForkUnavailable as error:
-            refused.append(str(error))
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    until(lambda: server._process is not None)
-    server.close()
-    thread.join(LONG)
-    assert refused == ["the fork server has been closed"]
-    assert server._process is None
+def test_it_logs_as_we_do(server: ForkServer) -> None:
+    """Before: as text, also where JSON was asked for."""
+    Started(server, "0").begun().end()
+    assert server._process is not None
+    environ = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
+    (told,) = (line.partition("=")[2] for line in environ if line.startswith(f"{logs.HANDED_DOWN}="))
+    setup = logs.current_setup()
+    assert json.loads(told) == asdict(replace(setup, name=f"{setup.name}/forks"))
 
 
-STARTER = """
-import os, sys
-sys.path.insert(0, {root!r})
-from tests.serving.test_fork_server import ENVIRON, MODULE, ForkServer, Started
-server = ForkServer((MODULE,), ENVIRON)
-started = Started(server, "wait").begun()
-print(server._process.pid, started.process.pid, flush=True)
-started.way.recv(1)
-"""
-
-
-def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
-    """What it has forked goes on, and looks after that itself: this one sees its way close."""
-    script = tmp_path / "starter.py"
-    script.write_text(STARTER.format(root=str(Path(__file__).parents[2])))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as starter:
-        assert starter.stdout is not None
-        pids = list(map(int, starter.stdout.readline().split()))
-        assert all(map(lives, pids))
-        starter.kill()
-    until(lambda: not any(map(lives, pids)))
+def test_output_that_children_do_not_have_is_not_handed_on(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where standard output was closed its number may be that of anything."""
+    monkeypatch.setattr(os, "get_inheritable", lambda descriptor: descriptor != 2)
+    with pytest.raises(ForkUnavailable, match="standard output or error"):
+        Started(server, "0")

@@ -7,15 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy.runtime import supervisor as supervisors
-from deploy.runtime.supervisor import ChildSpec, ForkedChild, Supervisor
+from deploy.runtime.supervisor import Child, ChildSpec, ForkedChild, Supervisor
 from serving.child_process import ROOT
-from serving.fork_server import ForkServer
+from serving.fork_server import ForkedProcess, ForkServer
 from tests.fakes import supervised
 from tests.fakes.forks import no_fork
 from tests.fakes.stopping import stop
@@ -163,6 +165,52 @@ async def test_a_child_that_is_let_go_as_it_starts_is_gone(children: Children) -
     assert not children.supervisor.processes
     await children.supervisor.stop(5.0)
     assert not [pid for pid, *_ in children.lives("one") if runs(pid)]
+
+
+async def test_a_child_that_is_forked_as_it_is_let_go_is_ended(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not children.forked:  # an interpreter is started by the event loop itself
+        children.start()
+        return
+    loop, pids, start = asyncio.get_running_loop(), list[int](), ForkServer.start
+    going = threading.Event()
+
+    def let_go_meanwhile(server: ForkServer, *given: Any, **named: Any) -> ForkedProcess:
+        process = start(server, *given, **named)
+        pids.append(process.pid)
+        loop.call_soon_threadsafe(let_go)
+        assert going.wait(60)
+        return process
+
+    def let_go() -> None:
+        going_task.append(asyncio.create_task(children.supervisor.let_go("one", 5.0)))
+        loop.call_soon(lambda: loop.call_soon(going.set))
+
+    going_task: list[asyncio.Task[None]] = []
+    monkeypatch.setattr(ForkServer, "start", let_go_meanwhile)
+    children.start(one="stays")
+    await until(lambda: going_task)
+    await going_task[0]
+    await until(lambda: not runs(str(pids[0])))
+
+
+async def test_a_child_that_the_system_cannot_start_is_tried_again(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: nobody knew, and it was not started any more."""
+    starting, refused = Supervisor._started, list[str]()
+
+    async def refuse(supervisor: Supervisor, child: ChildSpec) -> Child:
+        if len(refused) < 2:
+            refused.append(child.name)
+            raise BlockingIOError("no process is left")
+        return await starting(supervisor, child)
+
+    monkeypatch.setattr(Supervisor, "_started", refuse)
+    children.start(one="stays")
+    await until(lambda: children.lives("one"))
+    assert refused == ["one", "one"]
 
 
 async def test_a_child_that_cannot_be_forked_starts_an_interpreter(
