@@ -37,6 +37,7 @@ FORMS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # flags, and w
     "split": (("--prefill", "1", "--decode", "1", "--kvcache", "1"), ("prefill-0", "decode-0")),
 }
 PROMPTS, OUTPUTS = (16, 120, 600, 1500), (8, 32, 96)  # tokens of a request, drawn of these
+HELPERS = {"serving.api.body_process": "request bodies", "serving.fork_server_process": "fork server"}
 WORKERS = ("prefill", "decode", "mixed", "serve (all in one)")
 
 
@@ -80,7 +81,7 @@ def memory_of(pid: int, alone: bool) -> ProcessMemory:
 def process_name(command: Sequence[str], alone: bool) -> str:
     """What a process of a server is, by the command it was started with."""
     if "deploy.cli" not in command:
-        return "request bodies" if "serving.api.body_process" in command else Path(command[0]).name
+        return next((name for module, name in HELPERS.items() if module in command), Path(command[0]).name)
     role = command[command.index("deploy.cli") + 1]
     if role != "serve":
         return "pool node" if role == "kvcache" else role

@@ -27,6 +27,7 @@ STOP_SECONDS = 30.0
 POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
 
 
 class OwnServer:
@@ -166,6 +167,14 @@ def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
     except (OSError, IndexError):
         return 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has computed so far; 0 for one that has gone."""
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+    return 0.0
 
 
 def commit() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import re
 import statistics
 import time
@@ -23,7 +22,7 @@ from safetensors.torch import save_file
 
 from bench.connection import HttpClient
 from bench.endpoint import Endpoint, RequestShape, Target, first_model
-from bench.own_server import OwnServer
+from bench.own_server import OwnServer, cpu_seconds
 from bench.report import aligned
 from bench.sse import Outcome
 from serving.checkpoint.weights import destinations
@@ -122,11 +121,7 @@ async def ask(server: AskedServer, prompt: str, tokens: int) -> None:
 
 def core_seconds(server: OwnServer) -> float:
     """What the server's processes have computed so far."""
-    ticks = 0
-    for pid in server.resident_bytes():
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(cpu_seconds, server.resident_bytes()))
 
 
 async def counted(server: AskedServer) -> list[float]:

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from bench.own_server import ROOT, free_port
+from bench.memory import memory_of
+from bench.own_server import ROOT, cpu_seconds, descendants, free_port
 from bench.progress import say
 
 LOOK_EVERY = 0.02  # seconds
-TICKS = os.sysconf("SC_CLK_TCK")
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,8 @@ def started(checkout: Path, arguments: Sequence[str], kill: str | None = None) -
 
         try:
             until(lambda: is_ready(f"http://127.0.0.1:{port}/health"))
-            ready, pids, back = time.monotonic() - began, below(server.pid), None
-            cpu, held = sum(map(cpu_seconds, pids)), sum(map(held_mib, pids))
+            ready, pids, back = time.monotonic() - began, descendants(server.pid), None
+            cpu, held = sum(map(cpu_seconds, pids)), sum(memory_of(pid, alone=True).share for pid in pids) / MIB
             if kill is not None:
                 until(lambda: comings(Path(log.name), kill) == 1)
                 os.kill(process_of(kill, pids), signal.SIGKILL)
@@ -82,30 +83,6 @@ def is_ready(url: str) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, HTTPException, OSError):
         return False
-
-
-def below(pid: int) -> list[int]:
-    """This process, and all that it and those have started."""
-    found = [pid]
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += below(int(child))
-    return found
-
-
-def cpu_seconds(pid: int) -> float:
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / TICKS
-    return 0.0
-
-
-def held_mib(pid: int) -> float:
-    with suppress(OSError):
-        told = re.search(r"^Pss: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-        return int(told[1]) / 1024 if told else 0.0
-    return 0.0
 
 
 def process_of(name: str, pids: Sequence[int]) -> int:
