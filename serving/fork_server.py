@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.child_process import ENDED_FROM_OUTSIDE, module_command
-from serving.fork_server_process import FORK, GO, HERE, MOST_BYTES, ROOM, SETTLED, ForkOrder
+from serving.fork_server_process import BEGINS, FORK, GO, HERE, MOST_BYTES, READY, ROOM, SETTLED, ForkOrder
 from serving.logs import handed_down
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,14 @@ PR_GET_CHILD_SUBREAPER = 37
 
 class ForkUnavailable(Exception):
     """The process was not forked, and will not be: start an interpreter."""
+
+
+class ForkRefused(ForkUnavailable):
+    """This one process was not forked; nothing of it is left, and the fork server goes on."""
+
+
+class ForkServerEnded(ForkUnavailable):
+    """Its process has."""
 
 
 def read_later(name: str) -> bool:
@@ -107,7 +115,13 @@ class ForkedProcess:
             with self._reaping:
                 if self.returncode is not None:  # another thread has waited for it
                     continue
-                watched = os.dup(self._pidfd)  # which that thread may close
+                try:
+                    watched = os.dup(self._pidfd)  # which that thread may close
+                except OSError:  # there is no descriptor left
+                    watched = -1
+            if watched < 0:
+                time.sleep(LOOK_SECONDS if left is None else min(left, LOOK_SECONDS))
+                continue
             try:
                 _readable(watched, left)
             finally:
@@ -179,7 +193,7 @@ class ForkServer:
             word = order.packed()
             with self._starting, _here() as folder:
                 return self._started(order, word, [folder, *outputs, *files])
-        except (OSError, OverflowError, UnicodeError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             raise ForkUnavailable(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
@@ -202,27 +216,54 @@ class ForkServer:
         server = self._running()
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            socket.send_fds(server, [word], [theirs.fileno(), *files])
             try:
+                socket.send_fds(server, [word], [theirs.fileno(), *files])
                 told = self._answer(server)
+                if "pid" not in told:
+                    raise ForkRefused(f"the fork server could not fork: {told['error']}")
+                theirs.close()
+                return self._begun(told["pid"], [*module_command(order.module), *order.arguments], ours)
+            except ForkRefused:
+                raise
             except BaseException:  # what it says next would be taken for the answer to something else
                 ours.close()  # what it has forked ends
                 theirs.close()
                 self._end()
                 raise
-            if "pid" not in told:
-                raise ForkUnavailable(f"the fork server could not fork: {told['error']}")
-            theirs.close()
-            return _begun(told["pid"], [*module_command(order.module), *order.arguments], ours)
 
     def _answer(self, server: socket.socket) -> dict[str, Any]:
-        """What came of an order that it has. Raises ForkUnavailable, OSError."""
+        """What came of an order that it has. Raises ForkUnavailable, OSError, ValueError."""
         if self._heard(FORK_SECONDS) != HERE:
             raise ForkUnavailable("the fork server has said something else")
         with _adopting():
             server.send(FORK)
             told: dict[str, Any] = json.loads(self._heard(FORK_SECONDS))
         return told
+
+    def _begun(self, pid: int, command: Sequence[str], way: socket.socket) -> ForkedProcess:
+        """The forked process once it is all that it is to be, and knows that we know it. Raises ForkRefused."""
+        try:
+            process = ForkedProcess(pid, command)
+        except ForkUnavailable as error:
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is ours, and its number too
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            raise ForkRefused(str(error)) from error
+        try:
+            word = self._word(way, FORK_SECONDS)
+            if word == SETTLED:
+                way.send(GO)
+                word = self._word(way, FORK_SECONDS)
+            if word == BEGINS:
+                return process
+            raise ForkRefused(f"the process could not begin: {word.decode(errors='replace')}")
+        except BaseException as error:
+            process.kill()
+            process.wait()
+            if isinstance(error, ForkServerEnded | OSError):  # of this process here
+                raise ForkRefused(f"the process has ended before it began: {error}") from error
+            raise
 
     def _running(self) -> socket.socket:
         """The way to a server that lives. Raises ForkUnavailable."""
@@ -231,11 +272,11 @@ class ForkServer:
             return way
         self._end()
         way, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._socket = way
-            way.settimeout(FORK_SECONDS)
-            way.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MOST_BYTES)
-            try:
+        self._socket = way
+        try:
+            with theirs:
+                way.settimeout(FORK_SECONDS)
+                way.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MOST_BYTES)
                 self._process = subprocess.Popen(  # noqa: S603 - our own module
                     [*module_command(MODULE), str(theirs.fileno()), ROOM],
                     pass_fds=(theirs.fileno(),),
@@ -243,40 +284,45 @@ class ForkServer:
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for us
                 )
-                way.send(json.dumps(self.preload).encode())
-            except OSError as error:
-                self._end()
-                raise ForkUnavailable(f"no fork server: {error}") from error
-        try:
-            self._heard(READY_SECONDS, starting=True)
+            way.send(json.dumps(self.preload).encode())
+            if self._heard(READY_SECONDS) != READY:
+                raise ForkUnavailable("the fork server has said something else")
         except ForkUnavailable as error:
-            self._give_up(f"no fork server: {error}")
+            self._give_up(error)
             raise
+        except BaseException:
+            self._end()
+            raise
+        self._tries = 0
         return way
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, error: ForkUnavailable) -> None:
         """It would fail likewise again, and take as long, unless somebody has ended it."""
         process, ended_by = self._process, None
-        if process is not None:
+        if process is not None and isinstance(error, ForkServerEnded):
             with suppress(subprocess.TimeoutExpired):
-                ended_by = process.wait(LOOK_SECONDS)
+                ended_by = process.wait(UNKNOWN_SECONDS)
         self._end()
         self._tries += 1
         if self.failure is None and (ended_by not in ENDED_FROM_OUTSIDE or self._tries == MOST_TRIES):
-            self.failure = reason
-            log.warning("%s; processes start without, and import everything themselves", reason)
+            self.failure = f"no fork server: {error}"
+            log.warning("%s; processes start without, and import everything themselves", self.failure)
 
-    def _heard(self, seconds: float, *, starting: bool = False) -> bytes:
-        """Its next word. Raises ForkUnavailable, also where it is closed while it starts."""
+    def _heard(self, seconds: float) -> bytes:
+        """The server's next word. Raises ForkUnavailable."""
         assert self._socket is not None
+        return self._word(self._socket, seconds)
+
+    def _word(self, way: socket.socket, seconds: float) -> bytes:
+        """The next one that comes by this way. Raises ForkServerEnded where it is closed, ForkUnavailable."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and not (starting and self.failure):
-            if _readable(self._socket.fileno(), LOOK_SECONDS):
-                with suppress(OSError):
-                    if word := self._socket.recv(MOST_BYTES):
+        while time.monotonic() < until and self.failure is None:
+            if _readable(way.fileno(), LOOK_SECONDS):
+                with suppress(ConnectionError):
+                    if word := way.recv(MOST_BYTES):
                         return word
-                raise ForkUnavailable("it has ended")
-        raise ForkUnavailable((starting and self.failure) or f"no answer within {seconds:g} s")
+                raise ForkServerEnded("it has ended")
+        raise ForkUnavailable(self.failure or f"no answer within {seconds:g} s")
 
     def _end(self) -> None:
         process, way = self._process, self._socket
@@ -289,37 +335,14 @@ class ForkServer:
             _wait_for_unknown(process.pid)
 
 
-def _begun(pid: int, command: Sequence[str], way: socket.socket) -> ForkedProcess:
-    """The forked process once it is all that it is to be, and told to go on. Raises ForkUnavailable, OSError."""
-    try:
-        process = ForkedProcess(pid, command)
-    except ForkUnavailable:
-        way.close()  # it ends, since nobody knows of it
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-        raise
-    try:
-        way.settimeout(FORK_SECONDS)
-        if way.recv(1) == SETTLED:
-            way.send(GO)
-            return process
-        raise ForkUnavailable(f"the process ended with {process.wait()} before it began")
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
-
-
 def _supported() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(ctypes.CDLL(None), "prctl")
 
 
-def _umask() -> int:
-    """Without a change of it, which would be that of other threads too. Raises OSError."""
+def _umask() -> int | None:
+    """Without a change of it, which would be that of other threads too; None where the system does not tell."""
     told = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if told is None:
-        raise OSError("the kernel does not tell the umask")
-    return int(told[1], 8)
+    return None if told is None else int(told[1], 8)
 
 
 def _readable(descriptor: int, seconds: float | None) -> bool:

@@ -15,9 +15,11 @@ import resource
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -27,8 +29,9 @@ from serving.logs import setup_helper
 MOST_BYTES = 160 << 10  # of a word: it is one datagram, and sockets buffer 208 KiB
 MOST_FILES = 64
 ROOM = " " * 4096  # bytes: a worker is told some sixty flags, two kilobytes
+READY = b"ready"
 HERE, FORK = b"here", b"fork"  # said between an order and its answer
-SETTLED, GO = b".", b"!"  # said by a forked process and to it
+SETTLED, GO, BEGINS = b".", b"!", b"+"  # said by a forked process, to it, and by it
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ARG_START, ARG_END = 45, 46  # places in /proc/PID/stat after the command's name
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
@@ -43,7 +46,7 @@ class ForkOrder:
     environ: Mapping[str, str]
     cores: Sequence[int]
     niceness: int
-    umask: int
+    umask: int | None  # where the system does not tell: the fork server's
     blocked: Sequence[int]  # signals
     limits: Mapping[str, Sequence[int]]  # soft and hard, by the name in `resource`
     files: Sequence[int]
@@ -67,7 +70,10 @@ def fork_away() -> int | None:
     """
     known, tell = os.pipe()
     try:
-        middle = os.fork()
+        with warnings.catch_warnings(
+            action="ignore", category=DeprecationWarning
+        ):  # of threads that libraries end first
+            middle = os.fork()
         if not middle and _forked_again(tell):
             return None
         os.close(tell)
@@ -85,7 +91,8 @@ def fork_away() -> int | None:
 def _forked_again(tell: int) -> bool:
     """True in the new process. The one between tells its number, or why there is none, and ends."""
     try:
-        pid = os.fork()
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            pid = os.fork()
         word = str(pid)
     except OSError as error:
         pid, word = -1, f"fork: {error}"
@@ -96,7 +103,11 @@ def _forked_again(tell: int) -> bool:
 
 
 def settle(order: ForkOrder, folder: int, files: Sequence[int]) -> None:
-    """Have what a process has that is started by the one we are told by. Raises OSError."""
+    """Have what a process has that is started by the one we are told by. Raises OSError, ValueError."""
+    for name, limit in order.limits.items():
+        number = getattr(resource, name)
+        if resource.getrlimit(number) != tuple(limit):
+            resource.setrlimit(number, (limit[0], limit[1]))
     os.fchdir(folder)
     os.close(folder)
     moved = [_moved(file, order.files) for file in files]
@@ -105,12 +116,10 @@ def settle(order: ForkOrder, folder: int, files: Sequence[int]) -> None:
     for file in moved:
         os.close(file)
     os.sched_setaffinity(0, order.cores)
-    if order.niceness > os.getpriority(os.PRIO_PROCESS, 0):
+    if order.niceness != os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, order.niceness)
-    os.umask(order.umask)
-    for name, (soft, hard) in order.limits.items():
-        with suppress(ValueError, OSError):  # one that only root may raise again
-            resource.setrlimit(getattr(resource, name), (soft, hard))
+    if order.umask is not None:
+        os.umask(order.umask)
     os.environ.clear()
     os.environ.update(order.environ)
     command = [*module_command(order.module), *order.arguments]
@@ -135,12 +144,18 @@ def show_command(command: Sequence[str]) -> None:
     Where it may not be told how long that is, it shows what is left of the room as empty words.
     """
     with suppress(OSError, ValueError, IndexError):
-        places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(places[ARG_START]), int(places[ARG_END])
+        start, end = _room()
         if end > start > 0:
             shown = b"\0".join(os.fsencode(word) for word in command)[: end - start - 1] + b"\0"
             ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
             ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(shown)), 0, 0)
+
+
+@cache
+def _room() -> tuple[int, int]:
+    """Where the command line is in memory, as this process or its fork server was started. Raises OSError and more."""
+    places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(places[ARG_START]), int(places[ARG_END])
 
 
 def serve(ours: socket.socket) -> ForkOrder | None:
@@ -167,19 +182,24 @@ def serve(ours: socket.socket) -> ForkOrder | None:
 
 def _settled(order: ForkOrder, way: int, folder: int, *files: int) -> ForkOrder:
     """Ends the process where who asked for it does not want it any more."""
-    way = _moved(way, order.files)
-    settle(order, folder, files)
-    with socket.socket(fileno=way) as asker:
+    with socket.socket(fileno=_moved(way, order.files)) as asker:
+        try:
+            settle(order, folder, files)
+        except (OSError, ValueError) as error:
+            asker.send(f"{type(error).__name__}: {error}".encode())
+            os._exit(1)
         asker.send(SETTLED)
         if asker.recv(1) != GO:
             os._exit(1)
-    os.setsid()
+        os.setsid()  # until now who ends the fork server can tell that it is one of its own
+        asker.send(BEGINS)
     return order
 
 
 def main() -> int:
     """Serve, or be what a forked process is to be."""
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # it ends with who started it; what it forks hears them later
+    of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, nobody could be waited for
     setup_helper(os.environ)
     ours = socket.socket(fileno=int(sys.argv[1]))
     show_command(sys.orig_argv[: sys.orig_argv.index(ROOM)])
@@ -190,7 +210,7 @@ def main() -> int:
             import_module(module)
         gc.collect()
         gc.freeze()  # a collection would write to all of it, and each process have a copy of its own
-        ours.send(HERE)
+        ours.send(READY)
         order = serve(ours)
     except ConnectionError:  # who asked is gone
         return 0
@@ -198,9 +218,10 @@ def main() -> int:
         return 0
     if collects:
         gc.enable()
+    signal.signal(signal.SIGCHLD, of_children)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)
     module = import_module(order.module)
     sys.argv[:] = [module.__file__ or order.module, *order.arguments]
-    signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)
     code: int = module.main()
     return code
 

@@ -151,7 +151,7 @@ class Supervisor:
         environ = {**self.environ, **child.environ}
         if child.arguments[0] in self.forking:
             try:
-                return ForkedChild(await self._forked(child, environ))
+                return _watched(await self._forked(child, environ))
             except ForkUnavailable as error:
                 log.debug("%s starts with an interpreter of its own: %s", child.name, error)
         return await asyncio.create_subprocess_exec(
@@ -190,6 +190,16 @@ class Supervisor:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._forks.close()
         self._forker.shutdown()
+
+
+def _watched(process: ForkedProcess) -> ForkedChild:
+    """Raises OSError where it cannot be, and ends it."""
+    try:
+        return ForkedChild(process)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
 
 
 def _unwanted(starting: Future[ForkedProcess]) -> None:

@@ -120,6 +120,18 @@ def test_a_signal_that_comes_at_once_is_not_lost(server: ForkServer, number: sig
         started.way.close()
 
 
+def test_it_has_its_session_once_it_is_told_of(server: ForkServer) -> None:
+    """Before: it was in the fork server's for a moment, whose end then took its exit status along."""
+    Started(server, "0").begun().end()
+    for _ in range(5):
+        started = Started(server, "wait")
+        assert os.getsid(started.process.pid) == os.getpgid(started.process.pid) == started.process.pid
+        started.process.kill()
+        server._end()
+        assert started.process.wait(LONG) == -signal.SIGKILL
+        started.way.close()
+
+
 def test_who_else_has_waited_for_it_has_the_exit_status(server: ForkServer) -> None:
     started = Started(server, "7").begun()
     os.waitpid(started.process.pid, 0)

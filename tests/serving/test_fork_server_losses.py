@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -107,8 +105,8 @@ def test_what_a_dying_fork_server_has_forked_is_not_left(server: ForkServer, mon
         assert server._process is not None
         pid, heard = server._process.pid, server._heard
 
-        def killed(seconds: float, *, starting: bool = False, pid: int = pid, heard: Any = heard) -> bytes:
-            word: bytes = heard(seconds, starting=starting)
+        def killed(seconds: float, *, pid: int = pid, heard: Any = heard) -> bytes:
+            word: bytes = heard(seconds)
             threading.Timer(random.uniform(0, 0.002), os.kill, (pid, signal.SIGKILL)).start()
             return word
 
@@ -128,10 +126,10 @@ def test_it_may_be_ended_twice_as_it_starts_and_no_more(
     """Somebody, or a host for want of memory, did that; what it imports did not."""
     heard = server._heard
 
-    def killed(seconds: float, *, starting: bool = False) -> bytes:
-        if starting and server._process is not None:
+    def killed(seconds: float) -> bytes:
+        if seconds == fork_server.READY_SECONDS and server._process is not None:
             server._process.send_signal(signal.SIGKILL)
-        return heard(seconds, starting=starting)
+        return heard(seconds)
 
     for tries in (2, fork_server.MOST_TRIES):
         monkeypatch.setattr(server, "_heard", killed)
@@ -142,8 +140,7 @@ def test_it_may_be_ended_twice_as_it_starts_and_no_more(
         if tries == 2:
             assert not caplog.records
             assert Started(server, "0").begun().end() == 0
-            server._end()
-            server._tries = 0
+            server._end()  # from now on it counts anew
     with pytest.raises(ForkUnavailable, match="no fork server: it has ended"):
         Started(server, "0")
     assert len(caplog.records) == 1
@@ -169,20 +166,68 @@ def test_what_the_system_refuses_is_left_to_an_interpreter(server: ForkServer, m
     assert Started(server, "0").begun().end() == 0
 
 
-def test_a_process_that_cannot_be_what_it_is_to_be_is_none(server: ForkServer) -> None:
-    """A number beyond the limit of descriptors, say, which is found out in the process itself."""
-    below, limit = children(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as one:
-        high = os.dup2(one.fileno(), limit[0] - 1) if limit[0] < 1 << 20 else one.fileno()
-        Started(server, "0").begun().end()
-        assert server._process is not None
-        resource.prlimit(server._process.pid, resource.RLIMIT_NOFILE, (16, limit[1]))
-        with pytest.raises(ForkUnavailable, match="ended with 1 before it began"):
-            server.start(MODULE, ["0"], ENVIRON, [high])
-        if high != one.fileno():
-            os.close(high)
+def test_a_process_that_cannot_be_what_it_is_to_be_is_none(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is found out in the process itself; one that an interpreter runs would tell who looks."""
+    Started(server, "0").begun().end()
+    below = children()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {4000})
+        with pytest.raises(ForkUnavailable, match="could not begin: OSError"):
+            Started(server, "0")
+    assert children() == below, "the fork server goes on"
+    assert Started(server, "0").begun().end() == 0
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_who_is_interrupted_while_it_starts_can_start_it_again(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: the next start took its word that it is ready for an answer."""
+    below = children()
+
+    def interrupted(descriptor: int, seconds: float | None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "_readable", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Started(server, "0")
+    assert children() == below
+    assert Started(server, "5").begun().end() == 5
+
+
+def test_closing_does_not_wait_for_one_that_stands_still(server: ForkServer) -> None:
+    """Before: ten seconds for its answer."""
+    Started(server, "0").begun().end()
+    assert server._process is not None
+    stop(server._process.pid)
+    refused: list[str] = []
+
+    def start() -> None:
+        try:
+            Started(server, "0")
+        except ForkUnavailable as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    until(server._starting.locked)
     server.close()
-    assert children() <= below
+    thread.join(LONG)
+    assert refused == ["the fork server has been closed"]
+
+
+def test_where_children_are_not_waited_for_they_are_all_the_same(tmp_path: Path) -> None:
+    """Who ignores SIGCHLD hands that down: the fork server could wait for nobody."""
+    script = tmp_path / "ignoring.py"
+    script.write_text(f"import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n{STARTER.format(root=ROOT)}")
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None
+        pids = starter.stdout.readline().split()
+        starter.kill()
+    assert len(pids) == 2
 
 
 def test_a_process_that_nobody_knows_of_ends(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +266,7 @@ def test_closing_does_not_wait_until_it_has_started(monkeypatch: pytest.MonkeyPa
     assert server._process is None
 
 
+ROOT = str(Path(__file__).parents[2])
 STARTER = """
 import os, sys
 sys.path.insert(0, {root!r})
@@ -235,7 +281,7 @@ started.way.recv(1)
 def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
     """What it has forked goes on, and looks after that itself: this one sees its way close."""
     script = tmp_path / "starter.py"
-    script.write_text(STARTER.format(root=str(Path(__file__).parents[2])))
+    script.write_text(STARTER.format(root=ROOT))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as starter:
         assert starter.stdout is not None
         pids = list(map(int, starter.stdout.readline().split()))
@@ -246,7 +292,7 @@ def test_it_ends_with_who_started_it(tmp_path: Path) -> None:
 
 def test_it_says_nothing_when_who_started_it_dies_meanwhile(tmp_path: Path) -> None:
     script = tmp_path / "starter.py"
-    lines = STARTER.format(root=str(Path(__file__).parents[2])).replace("(MODULE,)", '("tests.fakes.orphan_import",)')
+    lines = STARTER.format(root=ROOT).replace("(MODULE,)", '("tests.fakes.orphan_import",)')
     script.write_text(lines)
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as starter:

@@ -109,7 +109,7 @@ async def test_signals_leave_exit_statuses_to_the_event_loop(
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "poll", poll)
         patch.setattr(children.supervisor._forks, "close", lambda: None)  # that is another's exit status
-        await children.supervisor.stop(0.5)
+        await children.supervisor.stop(2.0)
     codes = {name: process.returncode for name, process in children.supervisor.processes.items()}
     assert codes == {"one": -signal.SIGTERM, "two": -signal.SIGKILL}
 
