@@ -134,6 +134,7 @@ def test_it_may_be_ended_twice_as_it_starts_and_no_more(
     for tries in (2, fork_server.MOST_TRIES):
         monkeypatch.setattr(server, "_heard", killed)
         for _ in range(tries):
+            assert server.failure is None
             with pytest.raises(ForkUnavailable, match="has ended"):
                 Started(server, "0")
         monkeypatch.setattr(server, "_heard", heard)
