@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from typing import Any
 
 from serving import fork_server
 from serving.child_process import helper_environ, module_command
-from serving.fork_server import ForkServer
+from serving.fork_server import ForkServer, ForkUnavailable
 from tests.fakes import forked
 
 LONG = 60.0  # seconds
@@ -85,3 +86,23 @@ def adopts() -> bool:
     value = ctypes.c_int(-1)
     ctypes.CDLL(None).prctl(fork_server.PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
     return bool(value.value)
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def starting(server: ForkServer) -> tuple[threading.Thread, list[str]]:
+    """A thread that has it start a process, and why that was refused."""
+    refused: list[str] = []
+
+    def start() -> None:
+        try:
+            Started(server, "0")
+        except ForkUnavailable as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    return thread, refused

@@ -21,7 +21,7 @@ from serving import fork_server, logs
 from serving.fork_server import ForkedProcess, ForkServer, ForkUnavailable
 from serving.fork_server_process import MOST_BYTES
 from tests.fakes.stopping import harm
-from tests.serving.forked_processes import ENVIRON, LONG, MODULE, Started, adopts, children
+from tests.serving.forked_processes import ENVIRON, LONG, MODULE, Started, adopts, children, descriptors
 
 
 @pytest.fixture
@@ -178,10 +178,10 @@ def test_descriptors_may_have_any_numbers(server: ForkServer) -> None:
 
 def test_nothing_is_left_of_what_has_ended(server: ForkServer) -> None:
     Started(server, "0").begun().end()
-    files, below = len(os.listdir("/proc/self/fd")), children()  # noqa: PTH208
+    files, below = descriptors(), children()
     for _ in range(5):
         assert Started(server, "0").begun().end() == 0
-    assert len(os.listdir("/proc/self/fd")) == files  # noqa: PTH208
+    assert descriptors() == files
     assert children() == below
     assert not adopts(), "what others leave is not ours to wait for"
     server.close()

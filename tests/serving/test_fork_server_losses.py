@@ -17,7 +17,7 @@ import pytest
 from serving import fork_server
 from serving.fork_server import ForkedProcess, ForkServer, ForkUnavailable
 from tests.fakes.stopping import harm, stop
-from tests.serving.forked_processes import ENVIRON, LONG, MODULE, Started, children, lives, until
+from tests.serving.forked_processes import ENVIRON, LONG, MODULE, Started, children, lives, starting, until
 
 
 @pytest.fixture
@@ -204,16 +204,7 @@ def test_closing_does_not_wait_for_one_that_stands_still(server: ForkServer) -> 
     Started(server, "0").begun().end()
     assert server._process is not None
     stop(server._process.pid)
-    refused: list[str] = []
-
-    def start() -> None:
-        try:
-            Started(server, "0")
-        except ForkUnavailable as error:
-            refused.append(str(error))
-
-    thread = threading.Thread(target=start)
-    thread.start()
+    thread, refused = starting(server)
     until(server._starting.locked)
     server.close()
     thread.join(LONG)
@@ -250,16 +241,7 @@ def test_a_process_that_nobody_knows_of_ends(server: ForkServer, monkeypatch: py
 
 def test_closing_does_not_wait_until_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
     server = ForkServer(("tests.fakes.slow_import",), ENVIRON)
-    refused: list[str] = []
-
-    def start() -> None:
-        try:
-            Started(server, "0")
-        except ForkUnavailable as error:
-            refused.append(str(error))
-
-    thread = threading.Thread(target=start)
-    thread.start()
+    thread, refused = starting(server)
     until(lambda: server._process is not None)
     server.close()
     thread.join(LONG)

@@ -45,8 +45,8 @@ class Children:
             ChildSpec(name=name, arguments=(name, str(self.folder), how), environ={"MILLRACE_OWN": name})
             for name, how in ways.items()
         ]
-        how = {"module": supervised.__name__, "forking": ways} if self.forked else {}
-        self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"}, **how)  # type: ignore[arg-type]
+        module, forking = (supervised.__name__, tuple(ways)) if self.forked else (supervisors.CHILD_MODULE, ())
+        self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"}, module, forking=forking)
         self.supervisor.start()
 
     def lives(self, name: str) -> list[list[str]]:
