@@ -217,7 +217,10 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             try:
-                socket.send_fds(server, [word], [theirs.fileno(), *files])
+                try:
+                    socket.send_fds(server, [word], [theirs.fileno(), *files])
+                except OSError as error:  # a datagram is sent whole or not at all; a server that is gone is seen next
+                    raise ForkRefused(f"it cannot be told: {error}") from error
                 told = self._answer(server)
                 if "pid" not in told:
                     raise ForkRefused(f"the fork server could not fork: {told['error']}")

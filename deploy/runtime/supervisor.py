@@ -164,7 +164,10 @@ class Supervisor:
 
     async def _forked(self, child: ChildSpec, environ: Mapping[str, str]) -> ForkedProcess:
         """Raises ForkUnavailable. Where nobody waits for it any more the process is ended again."""
-        starting = self._forker.submit(self._forks.start, self.module, child.arguments, environ)
+        try:
+            starting = self._forker.submit(self._forks.start, self.module, child.arguments, environ)
+        except RuntimeError as error:  # no thread is left
+            raise ForkUnavailable(str(error)) from error
         try:
             return await asyncio.wrap_future(starting)
         except asyncio.CancelledError:

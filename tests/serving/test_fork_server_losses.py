@@ -167,6 +167,15 @@ def test_what_the_system_refuses_is_left_to_an_interpreter(server: ForkServer, m
     assert Started(server, "0").begun().end() == 0
 
 
+def test_a_descriptor_that_is_none_costs_one_start_and_not_the_fork_server(server: ForkServer) -> None:
+    Started(server, "0").begun().end()
+    before = server._process
+    with pytest.raises(ForkUnavailable, match="cannot be told"):
+        server.start(MODULE, ["0"], ENVIRON, [987])
+    assert Started(server, "0").begun().end() == 0
+    assert server._process is before
+
+
 def test_a_process_that_cannot_be_what_it_is_to_be_is_none(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class Children:
         self.supervisor = Supervisor(specs, {"MILLRACE_TOLD": "yes"}, module, forking=forking)
         self.supervisor.start()
 
+    def there(self, *names: str) -> bool:
+        """They live, and the supervisor has heard of it, which may be a moment later."""
+        return all(self.lives(name) and name in self.supervisor.processes for name in names)
+
     def lives(self, name: str) -> list[list[str]]:
         path = self.folder / name
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
@@ -83,7 +88,7 @@ async def children(
 
 async def test_children_start_in_sessions_of_their_own_and_leave_when_asked(children: Children) -> None:
     children.start(one="stays", two="stays")
-    await until(lambda: children.lives("one") and children.lives("two"))
+    await until(lambda: children.there("one", "two"))
     (one,), (two,) = children.lives("one"), children.lives("two")
     assert one[1] == one[0] and two[1] == two[0], "Ctrl-C is for us alone"
     assert one[2] == two[2] == "yes"
@@ -101,7 +106,7 @@ async def test_signals_leave_exit_statuses_to_the_event_loop(
 ) -> None:
     """Before: a child that died between SIGTERM and SIGCONT had ended with 255."""
     children.start(one="stays", two="stubborn")
-    await until(lambda: children.lives("one") and children.lives("two"))
+    await until(lambda: children.there("one", "two"))
 
     def poll(process: subprocess.Popen[bytes]) -> None:
         raise AssertionError("whoever asks takes the exit status")
@@ -116,7 +121,7 @@ async def test_signals_leave_exit_statuses_to_the_event_loop(
 
 async def test_a_child_that_dies_is_started_again(children: Children) -> None:
     children.start(one="stays")
-    await until(lambda: children.lives("one"))
+    await until(lambda: children.there("one"))
     os.kill(int(children.lives("one")[0][0]), signal.SIGKILL)
     await until(lambda: len(children.lives("one")) == 2)
     assert children.lives("one")[0][0] != children.lives("one")[1][0]
@@ -130,7 +135,7 @@ async def test_a_child_that_keeps_dying_is_started_again_and_again(children: Chi
 
 async def test_a_child_that_does_not_leave_is_killed(children: Children) -> None:
     children.start(one="stubborn")
-    await until(lambda: children.lives("one"))
+    await until(lambda: children.there("one"))
     await children.supervisor.stop(0.05)
     assert not runs(children.lives("one")[0][0])
     assert children.supervisor.processes["one"].returncode == -signal.SIGKILL
@@ -138,7 +143,7 @@ async def test_a_child_that_does_not_leave_is_killed(children: Children) -> None
 
 async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> None:
     children.start(one="obliging")
-    await until(lambda: children.lives("one"))
+    await until(lambda: children.there("one"))
     stop(int(children.lives("one")[0][0]))
     async with asyncio.timeout(60):
         await children.supervisor.stop(600.0)
@@ -147,7 +152,7 @@ async def test_a_child_that_was_stopped_leaves_as_well(children: Children) -> No
 
 async def test_a_fork_server_that_dies_takes_nobody_along(children: Children) -> None:
     children.start(one="stays", two="stays")
-    await until(lambda: children.lives("one") and children.lives("two"))
+    await until(lambda: children.there("one", "two"))
     server = children.supervisor._forks._process
     assert (server is not None) == children.forked
     if server is not None:
@@ -195,6 +200,18 @@ async def test_a_child_that_is_forked_as_it_is_let_go_is_ended(
     await until(lambda: not runs(str(pids[0])))
 
 
+async def test_a_child_starts_where_no_thread_is_left_to_fork_it(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    children.start(one="stays")
+    await until(lambda: children.there("one"))
+    assert isinstance(children.supervisor.processes["one"], asyncio.subprocess.Process)
+
+
 async def test_a_child_that_the_system_cannot_start_is_tried_again(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +226,7 @@ async def test_a_child_that_the_system_cannot_start_is_tried_again(
 
     monkeypatch.setattr(Supervisor, "_started", refuse)
     children.start(one="stays")
-    await until(lambda: children.lives("one"))
+    await until(lambda: children.there("one"))
     assert refused == ["one", "one"]
 
 
@@ -218,7 +235,7 @@ async def test_a_child_that_cannot_be_forked_starts_an_interpreter(
 ) -> None:
     monkeypatch.setattr(ForkServer, "start", no_fork)
     children.start(one="stays")
-    await until(lambda: children.lives("one"))
+    await until(lambda: children.there("one"))
     assert isinstance(children.supervisor.processes["one"], asyncio.subprocess.Process)
 
 
@@ -226,7 +243,7 @@ async def test_nobody_is_started_again_once_it_stops(children: Children, monkeyp
     monkeypatch.setattr(supervisors, "LONGEST_PAUSE", 600.0)
     monkeypatch.setattr(supervisors, "FIRST_PAUSE", 600.0)
     children.start(one="dies", two="stays")
-    await until(lambda: children.lives("one") and children.lives("two"))
+    await until(lambda: children.there("one", "two"))
     await until(lambda: children.supervisor.processes["one"].returncode is not None)
     async with asyncio.timeout(60):  # it does not wait for the pause to be over
         await children.supervisor.stop(10.0)
