@@ -10,7 +10,7 @@ from serving.options import ConfigError, option
 from serving.speculative_config import SpeculativeConfig, read_speculative_config
 
 KERNELS = ("auto", "compiled", "torch")
-CPU_FORMS = ("auto", "avx512_bf16", "avx512_vnni", "avx2", "plain")
+CPU_FORMS = ("auto", "avx512_amx", "avx512_bf16", "avx512_vnni", "avx2", "plain")
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 
 

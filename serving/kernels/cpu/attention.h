@@ -35,8 +35,8 @@ void attend_tile(const KvPlanes& kv, const AttentionShape& shape, const Item& it
     if (in_place)
         multiply_values(h.rows, s.p, s.chunk, words_of(kind, keys), dim / PANEL, ahead, s.part, dim);
     else
-        multiply(kind, h.rows, s.p, CHUNK, s.chunk.v, words_of(kind, CHUNK) * PANEL, words_of(kind, keys), dim / PANEL,
-                 s.part, dim);
+        multiply(kind, h.rows, s.p, CHUNK, s.chunk.v, words_of(kind, CHUNK) * PANEL, value_words(kind, keys),
+                 dim / PANEL, s.part, dim);
     take_parts(h, weights, dim, s, parts);
 }
 

@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from serving.cache_folder import cache_folder
@@ -36,7 +36,13 @@ COMMON = (
     "-Wno-psabi",
 )
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma")
-X86_FORMS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512_vnni": AVX512, "avx2": ("-mavx2", "-mfma")}
+AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+X86_FORMS = {
+    "avx512_amx": AMX,
+    "avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "avx512_vnni": AVX512,
+    "avx2": ("-mavx2", "-mfma"),
+}
 
 
 class BuildError(RuntimeError):
@@ -94,9 +100,14 @@ def build(compiler: str, progress: Callable[[str], None] = log.info) -> Path:
 
 
 def compile_library(compiler: str, target: Path) -> None:
-    """Compile every form into one library at `target`, whose folder exists. Raises BuildError or OSError."""
-    units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in forms().items()]
-    units += [(SOURCES / f"{name}.cpp", name, ()) for name in ("exports", "threads", "exchange")]
+    """Compile every form that the compiler knows into one library at `target`, whose folder exists.
+
+    Raises BuildError or OSError.
+    """
+    built = {name: flags for name, flags in forms().items() if not flags or _takes(compiler, name, flags)}
+    units = [(SOURCES / "form.cpp", name, (*flags, f"-DMILLRACE_FORM={name}")) for name, flags in built.items()]
+    units += [(SOURCES / f"{name}.cpp", name, ()) for name in ("threads", "exchange")]
+    units += [(SOURCES / "exports.cpp", "exports", tuple(f"-DMILLRACE_HAS_{name}" for name in built))]
     with temporary_folder(target.parent) as folder:
         objects = [str(folder / f"{name}.o") for _, name, _ in units]
         commands = [
@@ -107,6 +118,16 @@ def compile_library(compiler: str, target: Path) -> None:
         library = str(folder / "library.so")
         _run([[compiler, "-shared", "-pthread", "-o", library, *objects]])
         Path(library).replace(target)  # atomic: another process sees all of it or nothing
+
+
+def _takes(compiler: str, form: str, flags: Sequence[str]) -> bool:
+    """Whether the compiler, and its assembler, know a form's instructions. Older ones lack the newest."""
+    assembly = 'asm("tilerelease");' if "-mamx-tile" in flags else ""
+    command = [compiler, *flags, "-x", "c++", "-c", "-", "-o", "/dev/null"]
+    asked = subprocess.run(command, input=assembly, capture_output=True, text=True, check=False)  # noqa: S603
+    if asked.returncode:
+        log.info("%s does not know the instructions of form %s, which is left out", compiler, form)
+    return asked.returncode == 0
 
 
 def _run(commands: list[list[str]]) -> None:

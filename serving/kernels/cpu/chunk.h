@@ -207,7 +207,8 @@ INLINE const uint16_t* values_of(const PackedChunk& s, long key) {
 
 // Dimensions across: panel p, word w, column c holds dimension 32 p + c of the keys that share word w.
 INLINE void pack_values_bf16(const KvPlanes& kv, const PackedChunk& s, Ahead& ahead) {
-    const long count = s.places.count, dim = kv.head_dim, fetched = ahead.each(count / 16 + 1);
+    const long count = round_up(s.places.count, 2 * VALUE_WORDS), dim = kv.head_dim;
+    const long fetched = ahead.each(count / 16 + 1);
     for (long i = 0; i < count; i += 2) {
         if (i % 16 == 0) ahead.fetch(fetched);
         const uint16_t *even = values_of(s, i), *odd = values_of(s, i + 1);
@@ -242,7 +243,7 @@ typedef void (*ValueTile)(const int32_t*, const PackedChunk&, long, long, Ahead&
 template <int PANELS, int... ROWS_LESS_1>
 INLINE ValueTile pick_values(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
     static constexpr ValueTile tiles[] = {
-        tile_values<ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+        tile_values<ROWS_LESS_1 + 1, (ROWS_LESS_1 < pair_rows(KIND_BF16) ? PANELS : 1)>...};
     return tiles[rows - 1];
 }
 
@@ -252,7 +253,7 @@ INLINE void multiply_values(long rows, const int32_t* p, const PackedChunk& s, l
     constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
     int32_t* raw = reinterpret_cast<int32_t*>(out);
     long panel = 0;
-    if (rows <= PAIR_ROWS)
+    if (rows <= pair_rows(KIND_BF16))
         for (; panel + 2 <= panels; panel += 2)
             pick_values<2>(rows, all)(p, s, panel * PANEL, words, ahead, raw + panel * PANEL, ldo);
     for (; panel < panels; ++panel)

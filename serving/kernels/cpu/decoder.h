@@ -14,6 +14,7 @@ namespace {
 
 constexpr long REDUNDANT_ROWS = 4;  // up to here each thread prepares all rows itself rather than wait for another
 constexpr int PANELS_OF_FEW = 4;    // that a thread takes at once where one tile has all rows
+constexpr long FETCHING_TILES = TILED ? 1 : 2;  // of a panel's, those that fetch weights, as in linear.h
 
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
     return {to.words, to.scale, words_of(next.kind, next.inputs)};
@@ -238,7 +239,7 @@ struct Step {
     }
 
     // Whether linear layers have tiles enough to fetch some of the KV that attention will read.
-    bool fetches_kv() const { return !blocks && batch.tokens_count > 2 * tile_rows(model.layer[0].qkv.kind); }
+    bool fetches_kv() const { return !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(model.layer[0].qkv.kind); }
 
     // Where this thread's share of the KV lies.
     void find_kv(int thread) const {

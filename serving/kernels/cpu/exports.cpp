@@ -2,6 +2,12 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "form.h"
 
 namespace {
@@ -12,17 +18,33 @@ struct Candidate {
 };
 
 #if defined(__x86_64__)
-bool avx512_vnni() {
+[[maybe_unused]] bool avx512_vnni() {
     return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
+
+// The system keeps tiles for a process only once it asks. Its threads and forks may then use them too.
+[[maybe_unused]] bool amx() {
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, ALL = BF16 | TILE | INT8;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL &&
+           syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
 #endif
 
-// Best first.
+// Best first, those that build.py has compiled.
 const Candidate CANDIDATES[] = {
-#if defined(__x86_64__)
+#if defined(MILLRACE_HAS_avx512_amx)
+    {"avx512_amx", [] { return avx512_vnni() && __builtin_cpu_supports("avx512bf16") && amx(); }},
+#endif
+#if defined(MILLRACE_HAS_avx512_bf16)
     {"avx512_bf16", [] { return avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }},
+#endif
+#if defined(MILLRACE_HAS_avx512_vnni)
     {"avx512_vnni", avx512_vnni},
+#endif
+#if defined(MILLRACE_HAS_avx2)
     {"avx2", [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
     {"plain", [] { return true; }},

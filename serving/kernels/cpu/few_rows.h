@@ -14,10 +14,10 @@ constexpr long UNIT_WORDS = UNIT / 2;
 constexpr long KEYS_AT_ONCE = PANEL;  // a group
 constexpr long UNITS_AT_ONCE = KEYS_AT_ONCE / UNIT;
 constexpr long FETCHED_AHEAD = 12 << 10;  // bytes of a plane, so few that the first cache holds them; at least one unit
+constexpr int NEAR = TILED ? 2 : 3;       // where to: by AMX the first cache's places are for tiles
 
 INLINE bool few_rows(const KvPlanes& kv, const Item& item, long rows) {
-    return item.heads == kv.kv_heads && values_in_place(kv, rows) &&
-           rows * item.heads <= SCORE_ROWS;
+    return item.heads == kv.kv_heads && one_tile(kv, rows) && rows * item.heads <= SCORE_ROWS;
 }
 
 // Where the units are that lie a little further on than those of a chunk: its keys come first, then its values, then
@@ -64,7 +64,7 @@ INLINE void widen_rows(const KvPlanes& kv, const int32_t* const* lie, long h, co
     for (long i = 0; i < KEYS_AT_ONCE; ++i) {
         const long key = i % UNIT;
         for (long line = key * dim / LINE; line < (key + 1) * dim / LINE; ++line)
-            __builtin_prefetch(share.part[i / UNIT] + line * LINE, 0, 3);
+            __builtin_prefetch(share.part[i / UNIT] + line * LINE, 0, NEAR);
         widen_int8(reinterpret_cast<const int8_t*>(lie[i]) + h * kv.row_bytes, dim, wide + i * dim);
         rows[i] = reinterpret_cast<const int32_t*>(wide + i * dim);
     }
@@ -106,13 +106,43 @@ INLINE void score_group(const int32_t* const* keys, long units, long at, long wo
         for (long w = 0; w < words; w += 16) {
 #pragma GCC unroll 16
             for (int line = 0; FETCHES && line < 16 / UNITS_AT_ONCE; ++line, from += LINE)
-                __builtin_prefetch(from, 0, 3);
+                __builtin_prefetch(from, 0, NEAR);
             transpose_16(keys + u * UNIT, at + w, panel + w * PANEL + u * UNIT);
         }
-    tile(q, words, panel, 0, words, reinterpret_cast<const int32_t*>(share.part[1]), reinterpret_cast<int32_t*>(out),
-         CHUNK);
+    const Fetched ahead = {reinterpret_cast<const int32_t*>(share.part[1]), FETCHES ? FETCH_WORDS : 0};
+    tile(q, words, panel, 0, words, ahead, reinterpret_cast<int32_t*>(out), CHUNK);
 }
 
+#if defined(__AMX_TILE__)
+// One head's rows times a group of values, which begin at byte `at` of each row, added to out [rows][dim]. They go side
+// by side to `room` [16][dim] first: a tile takes them from memory.
+template <bool FETCHES>
+INLINE void value_group(const int32_t* p, const int32_t* const* values, long at, long keys, long rows, long dim,
+                        const Share& share, int32_t* room, float* out) {
+    const auto half = [&](long key) {
+        return key < keys ? reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at)
+                          : NO_VALUES;
+    };
+    const long lines = FETCHES ? dim / LANES : 0;
+    for (long k = 0; k < AMX_WORDS; ++k) {
+        const char* const from = share.part[k / UNIT_WORDS] + k % UNIT_WORDS * lines * LINE;
+        for (long line = 0; line < lines; ++line) __builtin_prefetch(from + line * LINE, 0, NEAR);
+        const uint16_t *even = half(2 * k), *odd = half(2 * k + 1);
+        for (long d = 0; d < dim; d += PANEL)
+            for (int v = 0; v < NV; ++v)
+                *reinterpret_cast<vi_at*>(room + k * dim + d + v * LANES) = pair_values(even, odd, d, v);
+    }
+    const auto add = [&](auto tiles, long d) {
+        int32_t* const to = reinterpret_cast<int32_t*>(out) + d;
+        const auto columns = [=](int j) { return room + d + j * AMX_COLUMNS; };
+        const auto nothing = [](long, int) {};
+        amx_products<KIND_BF16, false, tiles(), true>(rows, p, CHUNK, columns, dim, AMX_WORDS, to, dim, nothing);
+    };
+    long d = 0;
+    for (; d + 2 * PANEL <= dim; d += 2 * PANEL) add(std::integral_constant<int, 4>(), d);
+    if (d < dim) add(std::integral_constant<int, 2>(), d);
+}
+#else
 // out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for its first `keys` keys. With
 // FETCHES 16 PANELS lines of each part of `share` are fetched, from `line0` on.
 template <bool FETCHES, int ROWS, int PANELS>
@@ -130,7 +160,7 @@ __attribute__((noinline)) void add_values(const int32_t* p, const int32_t* const
         },
         [&](long k) {
             const char* const from = share.part[k / UNIT_WORDS] + (line0 + k % UNIT_WORDS * LINES) * LINE;
-            for (int line = 0; line < LINES; ++line) __builtin_prefetch(from + line * LINE, 0, 3);
+            for (int line = 0; line < LINES; ++line) __builtin_prefetch(from + line * LINE, 0, NEAR);
         });
 }
 
@@ -139,16 +169,16 @@ typedef void (*AddValues)(const int32_t*, const int32_t* const*, long, long, con
 template <bool FETCHES, int PANELS, int... ROWS_LESS_1>
 INLINE AddValues pick_add(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
     static constexpr AddValues tiles[] = {
-        add_values<FETCHES, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1)>...};
+        add_values<FETCHES, ROWS_LESS_1 + 1, (ROWS_LESS_1 < pair_rows(KIND_BF16) ? PANELS : 1)>...};
     return tiles[rows - 1];
 }
 
 // One head's rows times a group of values, which begin at byte `at` of each row, added to out [rows][dim].
 template <bool FETCHES>
 INLINE void value_group(const int32_t* p, const int32_t* const* values, long at, long keys, long rows, long dim,
-                        const Share& share, float* out) {
+                        const Share& share, int32_t*, float* out) {
     constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
-    const bool pairs = rows <= PAIR_ROWS;
+    const bool pairs = rows <= pair_rows(KIND_BF16);
     for (long panel = 0, panels; panel < dim / PANEL; panel += panels) {
         panels = pairs && panel + 2 <= dim / PANEL ? 2 : 1;
         const AddValues add = panels == 2 ? pick_add<FETCHES, 2>(rows, all) : pick_add<FETCHES, 1>(rows, all);
@@ -156,6 +186,7 @@ INLINE void value_group(const int32_t* p, const int32_t* const* values, long at,
             reinterpret_cast<int32_t*>(out) + panel * PANEL, dim);
     }
 }
+#endif
 
 // One chunk for all heads of an item of few rows; where its keys and those of the coming one lie is in s.chunk. NARROW:
 // they are int8.
@@ -193,7 +224,7 @@ void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& ite
             const Share share(ahead.values + key / UNIT, h, heads, lines);
             if (NARROW) widen_rows(kv, lie, h, share, s.chunk.wide, wide);
             value_group<!NARROW>(s.p + h * rows * CHUNK + key / 2, NARROW ? wide : lie, NARROW ? 0 : h * kv.row_bytes,
-                                 count, rows, dim, share, s.part + h * rows * dim);
+                                 count, rows, dim, share, s.chunk.v, s.part + h * rows * dim);
         }
     }
     for (long h = 0; h < heads; ++h) take_parts(head(h), weights[h], dim, s, parts);

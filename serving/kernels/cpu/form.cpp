@@ -68,7 +68,7 @@ void add_experts(Context& c, const Experts& e, const ExpertSizes& sizes, const f
     };
     lay_out({c.scratch.reserve(lay_out({nullptr}))});
     for (long i = 0; i < items; ++i) counters[i] = 0;
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         work.add(e, rows, thread, counters, out, [&](long t) { return x + t * sizes.hidden; }, choose);
     });
 }
@@ -83,7 +83,7 @@ void add_spread_experts(Context& c, const Experts& e, const float* x, long rows,
     };
     lay_out({c.scratch.reserve(lay_out({nullptr}))});
     const long n = e.router.inputs;
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         work.add(e, rows, thread, out, [&](long t) { return x + t * n; }, choose, [] {});
     });
 }
@@ -105,7 +105,7 @@ KERNEL(linear)(Context& c, const Linear& w, int finish, const float* x, long row
     const Rows a = {encoded, arena.take<float>(rows), words};
     float* const rooms = arena.take<float>(threads * room);
     const Target target = {Finish(finish), out, ld};
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         const Span mine = share(rows, thread, threads);
         for (long i = mine.first; i < mine.last; ++i)
             encode_input(w, x + i * w.inputs, rooms + thread * room, a.row(i), a.scale + i);
@@ -142,7 +142,7 @@ KERNEL(grouped)(Context& c, const Grouped& g) {
     Arena arena = {c.scratch.reserve(measure.used)};
     const GroupedWork work(g, threads, arena);
     const long active = work.find_slots();
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         work.enter(thread);
         team_barrier(c.team);
         work.multiply_all(active);
@@ -151,7 +151,7 @@ KERNEL(grouped)(Context& c, const Grouped& g) {
 
 KERNEL(rms_norm)(Context& c, const float* x, const float* weight, long rows, long n, float eps, float* out) {
     const Turn turn(c);
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         const Span mine = share(rows, thread, team_threads(c.team));
         for (long i = mine.first; i < mine.last; ++i) rms_norm(x + i * n, weight, n, eps, out + i * n);
     });
@@ -166,7 +166,7 @@ KERNEL(rotate_and_write)(Context& c, const Model& m, int index, const Batch& bat
     const long each = round_up(width, 16) + m.heads * words;
     float* const local = reinterpret_cast<float*>(c.scratch.reserve(threads * each * 4));
     const Rotary rotary = {m.heads, m.rotary_dim, layer.q_norm, layer.k_norm, m.eps, m.cos, m.sin};
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         float* row = local + thread * each;
         int32_t* encoded = reinterpret_cast<int32_t*>(row + round_up(width, 16));
         const Span mine = share(batch.tokens_count, thread, threads);
@@ -191,7 +191,7 @@ KERNEL(attention)(Context& c, const Model& m, int index, const Batch& batch, con
         plan = plan_items(arena, batch, kv, shape, threads);
     };
     const AttentionCall call(c, m, layer, kv, batch, take_items);
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         call.encode(q, kv.head_dim, thread);
         team_barrier(c.team);
         AttentionScratch& s = call.scratch[thread];
@@ -215,7 +215,7 @@ KERNEL(attend_range)(Context& c, const Model& m, int index, const Batch& batch, 
     each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
         for (long head = 0; head < kv.kv_heads; ++head) items[count++] = {segment, head, 1};
     });
-    team_each(c.team, [&](int thread) {
+    each_with_tiles(c.team, [&](int thread) {
         call.encode(q, kv.head_dim, thread);
         team_barrier(c.team);
         const auto next = [&] { return call.portions.next(count, 1, thread).first; };
@@ -230,7 +230,7 @@ KERNEL(step)(Context& c, const Model& model, const Batch& batch, const Results& 
     (void)Step(c.team, model, batch, results, measure);
     Arena arena = {c.scratch.reserve(measure.used)};
     Step step(c.team, model, batch, results, arena);
-    team_each(c.team, [&](int thread) { step.run(thread); });
+    each_with_tiles(c.team, [&](int thread) { step.run(thread); });
 }
 
 KERNEL(sample)(Context& c, const Samples& all) {

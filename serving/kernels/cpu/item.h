@@ -82,7 +82,7 @@ struct HeadRows {
 INLINE Weights weigh_rows(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const HeadRows& h,
                           long key0, long keys, AttentionScratch& s) {
     const int kind = product_kind(kv);
-    const long group = group_of(kv, shape), padded = round_up(keys, LANES);
+    const long group = group_of(kv, shape), padded = round_up(keys, most(LANES, 2 * VALUE_WORDS));
     const float factor = shape.scale * 1.44269504f;  // to log2 units
     const float* k_scale = kv.kind == KIND_INT8 ? s.chunk.k_scale : nullptr;
     const float* v_scale = kv.kind == KIND_INT8 ? s.chunk.v_scale : nullptr;
@@ -133,10 +133,13 @@ INLINE void take_parts(const HeadRows& h, const Weights& weights, long dim, Atte
         if (top[r] != -__builtin_inff()) join_values(part + r * dim, keep[r], add[r], dim, s.acc + (h.at + r) * dim);
 }
 
-// So many rows of a head multiply the values where they lie: one tile has them all, and whole panels of dimensions.
-INLINE bool values_in_place(const KvPlanes& kv, long rows) {
+// One tile has so many rows of a head, and whole panels of dimensions.
+INLINE bool one_tile(const KvPlanes& kv, long rows) {
     return rows <= TILE_ROWS && product_kind(kv) == KIND_BF16 && kv.head_dim % PANEL == 0;
 }
+
+// So many rows of a head multiply the values where they lie, as AMX cannot.
+INLINE bool values_in_place(const KvPlanes& kv, long rows) { return !TILED && one_tile(kv, rows); }
 
 INLINE void find_chunk(const KvPlanes& kv, const Item& item, long chunk, Places& places) {
     const Segment& segment = item.segment;

@@ -5,7 +5,6 @@
 // words, B panels of 32 columns.
 #pragma once
 
-#include "soon.h"
 #include "tile.h"
 
 namespace {
@@ -145,30 +144,34 @@ INLINE void finish_tile(const Linear& w, long panel, const float* scale, const i
         finish_rows<FINISH_STORE, EXACT>(w, panel, scale, raw, rows, target, first);
 }
 
-// A tile of rows that fetches so many lines for each word of inputs.
-INLINE Tile tile_for(int kind, long rows, long lines) {
-    return lines == 0 ? tile_for<0>(kind, rows) : lines == 1 ? tile_for<1>(kind, rows) : tile_for<2>(kind, rows);
+// What tile t of several fetches: of vector forms the first two a half each of the panel that comes next, by AMX all but
+// the last, or all where nothing is wanted soon, as much each of it; and the others what will be read soon. `next` is
+// null where no panel comes.
+INLINE Fetched fetched(const int32_t* next, long words, long t, long tiles, Soon* soon) {
+    const long fetching = TILED ? tiles - (soon != nullptr) : 2;
+    if (t >= fetching) return soon ? soon->take(words) : Fetched{nullptr, 0};
+    if (!next) return {nullptr, 0};
+    if (!TILED) return {next + words * 16 * t, FETCH_WORDS};
+    const long lines = (2 * FETCH_WORDS + fetching - 1) / fetching;
+    return {next + words / FETCH_WORDS * lines * 16 * t, lines};
 }
 
 // Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height. One tile
-// reads its panel from memory; of several, the first two fetch a half each of the next panel, and the others what will
-// be read soon. Panels up to `until` are likely to be next.
+// reads its panel from memory; of several, some fetch what comes next. Panels up to `until` are likely to be next.
 void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1, const Target& target,
                   Soon* soon = nullptr, long until = 0) {
     const long words = words_of(w.kind, w.inputs), count = row1 - row0;
     if (count <= 0) return;
     const long height = tile_rows(w.kind), tiles = (count + height - 1) / height;
-    alignas(64) int32_t raw[TILE_ROWS * PANEL];
+    alignas(64) int32_t raw[MOST_ROWS * PANEL];
     for (long panel = panel0; panel < panel1; ++panel) {
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
+        const int32_t* next = panel + 1 < most(panel1, until) ? b + words * PANEL : nullptr;
         for (long t = 0; t < tiles; ++t) {
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
-            Soon::Part ahead = {b + AHEAD, 2};
-            if (tiles > 1 && t < 2)
-                ahead = {b + words * (PANEL + 16 * t), panel + 1 < most(panel1, until)};
-            else if (tiles > 1)
-                ahead = soon ? soon->take(words) : Soon::Part{nullptr, 0};
-            tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead.from, raw, PANEL);
+            Fetched ahead = {b + AHEAD, 2 * FETCH_WORDS};
+            if (tiles > 1) ahead = fetched(next, words, t, tiles, soon);
+            tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead, raw, PANEL);
             if (w.kind == KIND_INT8)
                 finish_tile<true>(w, panel, a.scale + first, raw, rows, target, first);
             else

@@ -67,8 +67,8 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
         for (long first = 0; first < rows; first += ROWS_A_TILE) {
             const long count = least(ROWS_A_TILE, rows - first);
-            const Tile tile = tile_for(KIND_INT8, count * PARTS, first ? 0 : 2);
-            tile(x.row(first * PARTS), x.words, b, 0, words, b + AHEAD, raw, PANEL);
+            const Tile tile = tile_for(KIND_INT8, count * PARTS, first ? 0 : 2 * FETCH_WORDS);
+            tile(x.row(first * PARTS), x.words, b, 0, words, {b + AHEAD, first ? 0 : 2 * FETCH_WORDS}, raw, PANEL);
             for (long r = 0; r < count; ++r) {
                 Screened& s = row[first + r];
                 vf high = splat(-__builtin_inff()), low = high;

@@ -7,6 +7,14 @@ namespace {
 
 constexpr long LINE = 64;  // bytes fetched at once
 
+constexpr long FETCH_WORDS = 16;
+
+// What a product fetches from memory while it walks over its words, so many lines for every FETCH_WORDS of them.
+struct Fetched {
+    const int32_t* from;
+    long lines;
+};
+
 struct Run {
     long offset, lines;  // bytes from a plane's first, and cache lines
 };
@@ -19,22 +27,17 @@ struct Soon {
     long budget;           // lines: as many as caches hold until they are read
     long run = 0, at = 0;  // where it goes on: one of both planes' 2 count runs, and a line of it
 
-    struct Part {
-        const int32_t* from;
-        long lines;  // 0, 1 or 2 for each of the `steps` it was asked for
-    };
-
-    // The next part for so many steps. What is left of a run that is too short for them is not fetched at all.
-    INLINE Part take(long steps) {
+    // The next part for so many words. What is left of a run that is too short for them is not fetched at all.
+    INLINE Fetched take(long words) {
         if (run == 2 * count || budget <= 0) return {nullptr, 0};
         const bool second = run >= count;
         const Run& now = runs[run - second * count];
-        const long left = now.lines - at, lines = left >= 2 * steps ? 2 : 2 * left >= steps ? 1 : 0;
+        const long left = now.lines - at, lines = left >= 2 * words ? 2 : 2 * left >= words ? 1 : 0;
         const char* from = plane[second] + now.offset + at * LINE;
-        at += lines * steps;
-        budget -= lines * steps;
+        at += lines * words;
+        budget -= lines * words;
         if (lines == 0 || at >= now.lines) at = 0, ++run;
-        return {reinterpret_cast<const int32_t*>(from), lines};
+        return {reinterpret_cast<const int32_t*>(from), lines * FETCH_WORDS};
     }
 };
 

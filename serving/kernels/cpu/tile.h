@@ -8,33 +8,54 @@
 #include <utility>
 
 #include "abi.h"
-#include "vector.h"
+#include "amx.h"
+#include "soon.h"
 
 namespace {
 
 constexpr int PANEL = 32;             // output channels a panel
 constexpr int NV = PANEL / LANES;     // vectors a panel row
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 12;         // 12 x 2 accumulators of 32 registers
+constexpr int VECTOR_ROWS = 12;       // 12 x 2 accumulators of 32 registers
 constexpr int TILE_ROWS_F32 = 12;
 constexpr int ACCUMULATORS = 24;
 #elif defined(__AVX2__)
-constexpr int TILE_ROWS = 5;          // 5 x 2 of 16, one half of the panel after the other
+constexpr int VECTOR_ROWS = 5;        // 5 x 2 of 16, one half of the panel after the other
 constexpr int TILE_ROWS_F32 = 3;      // 3 x 4: a panel of these is too large to be read twice
 constexpr int ACCUMULATORS = 12;
 #else
-constexpr int TILE_ROWS = 2;
+constexpr int VECTOR_ROWS = 2;
 constexpr int TILE_ROWS_F32 = 2;
 constexpr int ACCUMULATORS = 16;
 #endif
 
-INLINE long tile_rows(int kind) { return kind == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS; }
+#if defined(__AMX_TILE__)
+constexpr bool TILED = true;  // INT8 and bfloat16 multiply by AMX
+constexpr int FEW_INT8 = 4;            // rows of INT8 that do not
+constexpr int TILE_ROWS = AMX_ROWS;
+constexpr int MOST_ROWS = TALL_ROWS;     // of a tile of a linear layer
+constexpr long VALUE_WORDS = AMX_WORDS;  // of attention's weights and values that are multiplied together
+#else
+constexpr bool TILED = false;
+constexpr int FEW_INT8 = 0;
+constexpr int TILE_ROWS = VECTOR_ROWS;
+constexpr int MOST_ROWS = VECTOR_ROWS;
+constexpr long VALUE_WORDS = 1;
+#endif
+
+INLINE long tile_rows(int kind) { return kind == KIND_F32 ? TILE_ROWS_F32 : MOST_ROWS; }
 INLINE int per_word(int kind) { return kind == KIND_INT8 ? 4 : kind == KIND_BF16 ? 2 : 1; }
 INLINE long words_of(int kind, long n) { return (n + per_word(kind) - 1) / per_word(kind); }
+
+// Words of so many keys' weights that are multiplied by their values; past the keys both are 0.
+INLINE long value_words(int kind, long keys) {
+    return kind == KIND_BF16 ? round_up(words_of(kind, keys), VALUE_WORDS) : words_of(kind, keys);
+}
 
 // ---- the three dot products: acc[j] += a_word . b_word[j] ----------------------------------------------------------
 
 struct DotF32 {
+    static constexpr int KIND = KIND_F32;
     static constexpr bool WIDENS = false;
     struct Left { vf value; };
     typedef vi Right;
@@ -44,6 +65,7 @@ struct DotF32 {
 };
 
 struct DotBf16 {
+    static constexpr int KIND = KIND_BF16;
 #if defined(__AVX512BF16__)
     static constexpr bool WIDENS = false;
     struct Left { vi value; };
@@ -65,6 +87,7 @@ struct DotBf16 {
 };
 
 struct DotInt8 {
+    static constexpr int KIND = KIND_INT8;
     static constexpr bool WIDENS = false;
     typedef vi Right;
     static INLINE Right right(vi words) { return words; }
@@ -201,14 +224,30 @@ INLINE void walk(const int32_t* a, long lda, long words, int32_t* out, long ldo,
     } while (Lefts::IN_PARTS && k0 < words);
 }
 
-constexpr int PAIR_ROWS = TILE_ROWS / 2;  // up to here two panels at a time keep the multipliers busy
+// Whether tiles multiply so many rows. INT8 has the same bits either way, and few rows are as quickly done by vectors.
+constexpr bool by_amx(int kind, int rows) {
+    return TILED && (kind == KIND_BF16 || (kind == KIND_INT8 && rows > FEW_INT8));
+}
+
+// Up to so many rows two panels at a time keep the multipliers busy.
+constexpr int pair_rows(int kind) { return TILED && kind != KIND_F32 ? TILE_ROWS : VECTOR_ROWS / 2; }
 
 // out[r][0:32] = A[r] . panel for ROWS rows; raw accumulators (int32, or float32 bits). With PANELS = 2 the next panel,
-// `apart` words further on, goes to out[r][32:64]. Meanwhile LINES cache lines for each word of inputs are fetched from
-// `ahead` on, into the second cache: what is on its way there leaves the first one's few places to what is used now.
+// `apart` words further on, goes to out[r][32:64]. Meanwhile `ahead` is fetched into the second cache: what is on its way
+// there leaves the first one's few places to what is used now. Vector forms take LINES lines for each word.
 template <class Dot, int ROWS, int PANELS, int LINES>
-void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, const int32_t* ahead, int32_t* out,
+void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, const Fetched& ahead, int32_t* out,
           long ldo) {
+#if defined(__AMX_TILE__)
+    if constexpr (by_amx(Dot::KIND, ROWS))
+        return amx_products<Dot::KIND, (ROWS > AMX_ROWS), 2 * PANELS, false>(
+            ROWS, a, lda, [=](int j) { return b + j / 2 * apart + j % 2 * AMX_COLUMNS; }, PANEL, words, out, ldo,
+            [&](long k, int half) {
+                const long lines = ahead.lines, first = k / FETCH_WORDS * lines;
+                for (long i = lines * half / 2; i < lines * (half + 1) / 2; ++i)
+                    __builtin_prefetch(ahead.from + (first + i) * 16, 0, 2);
+            });
+#endif
     walk<Dot, ROWS, PANELS * NV, false>(
         a, lda, words, out, ldo,
         [&](long k) {
@@ -216,28 +255,36 @@ void tile(const int32_t* a, long lda, const int32_t* b, long apart, long words, 
             return [=](int j) { return Dot::right(load(row + (j / NV) * apart + (j % NV) * LANES)); };
         },
         [&](long k) {
-            for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead + (k * LINES + line) * 16, 0, 2);
+            for (int line = 0; line < LINES; ++line) __builtin_prefetch(ahead.from + (k * LINES + line) * 16, 0, 2);
         });
 }
 
-typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, const int32_t*, int32_t*, long);
+typedef void (*Tile)(const int32_t*, long, const int32_t*, long, long, const Fetched&, int32_t*, long);
 
-// The tile of so many rows; of more than PAIR_ROWS there is only that of one panel.
+// The tile of so many rows; of more than `pair_rows` there is only that of one panel.
 template <class Dot, int PANELS, int LINES, int... ROWS_LESS_1>
 INLINE Tile pick(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
-    static constexpr Tile tiles[] = {tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < PAIR_ROWS ? PANELS : 1), LINES>...};
+    static constexpr Tile tiles[] = {
+        tile<Dot, ROWS_LESS_1 + 1, (ROWS_LESS_1 < pair_rows(Dot::KIND) ? PANELS : 1),
+             (by_amx(Dot::KIND, ROWS_LESS_1 + 1) ? 0 : LINES)>...};
     return tiles[rows - 1];
 }
 
 template <class Dot, int PANELS, int LINES>
 INLINE Tile pick(long rows) {
-    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, TILE_ROWS>());
+    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, MOST_ROWS>());
 }
 
 template <int LINES>
-Tile tile_for(int kind, long rows) {
+INLINE Tile tile_for(int kind, long rows) {
     if (kind == KIND_INT8) return pick<DotInt8, 1, LINES>(rows);
     return kind == KIND_BF16 ? pick<DotBf16, 1, LINES>(rows) : pick<DotF32, 1, LINES>(rows);
+}
+
+// A tile of rows that fetches so many lines for every FETCH_WORDS words, of vector forms 0, 1 or 2 for each.
+INLINE Tile tile_for(int kind, long rows, long lines) {
+    if (lines == 0) return tile_for<0>(kind, rows);
+    return lines == FETCH_WORDS ? tile_for<1>(kind, rows) : tile_for<2>(kind, rows);
 }
 
 // out [rows][32 * panels] = A . panels, `apart` words from one to the next; rows at most TILE_ROWS. For float kinds.
@@ -245,13 +292,13 @@ INLINE void multiply(int kind, long rows, const int32_t* a, long lda, const int3
                      long panels, float* out, long ldo) {
     int32_t* raw = reinterpret_cast<int32_t*>(out);
     long panel = 0;
-    if (rows <= PAIR_ROWS) {
+    if (rows <= pair_rows(kind)) {
         const Tile pair = kind == KIND_BF16 ? pick<DotBf16, 2, 0>(rows) : pick<DotF32, 2, 0>(rows);
         for (; panel + 2 <= panels; panel += 2)
-            pair(a, lda, b + panel * apart, apart, words, nullptr, raw + panel * PANEL, ldo);
+            pair(a, lda, b + panel * apart, apart, words, {}, raw + panel * PANEL, ldo);
     }
     const Tile one = tile_for<0>(kind, rows);
-    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, nullptr, raw + panel * PANEL, ldo);
+    for (; panel < panels; ++panel) one(a, lda, b + panel * apart, 0, words, {}, raw + panel * PANEL, ldo);
 }
 
 }  // namespace

@@ -8,8 +8,11 @@ namespace {
 
 constexpr long PARTS_LIMIT = 64L << 20;  // bytes of split-attention results
 constexpr long ROWS_MODE_TOKENS = 32;    // tokens a thread from which blocks of rows beat panels of weights
-constexpr long BLOCK_TOKENS = 128;       // tokens that attend together at most when there are many
-constexpr long PART_TOKENS = 64;         // tokens at most that go through an MLP together: the second cache holds them
+
+// Of many tokens, those that attend together at most, and that go through an MLP together: the second cache holds them.
+// The more they are the more seldom weights come from memory, which AMX waits for where it has fewer.
+constexpr long BLOCK_TOKENS = TILED ? 256 : 128;
+constexpr long PART_TOKENS = TILED ? 256 : 64;
 constexpr long FETCHED_BEFORE = 2L << 20;  // bytes of KV a thread fetches before attention, for caches to keep
 
 // Hands out aligned pieces of one allocation; with a null base it only measures.
@@ -161,10 +164,10 @@ INLINE RowBuffers take_rows(Arena& arena, const Sizes& s, long rows, long attend
     return b;
 }
 
-// Rows that a block has at most when a step is cut by rows: many share the keys that are packed for them, as long as
-// every thread has two blocks and the first to be done takes what is left.
+// Rows that a block has at most when a step is cut by rows: many share the keys that are packed for them, and by AMX
+// weights too; else as long as every thread has two blocks and the first to be done takes what is left.
 INLINE long block_tokens(long tokens, int threads) {
-    return tokens >= 2 * BLOCK_TOKENS * threads ? BLOCK_TOKENS : ITEM_TOKENS;
+    return TILED || tokens >= 2 * BLOCK_TOKENS * threads ? BLOCK_TOKENS : ITEM_TOKENS;
 }
 
 INLINE Segment segment_of(const Batch& batch, long sequence, long row, long tokens) {

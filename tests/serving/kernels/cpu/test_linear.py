@@ -10,7 +10,7 @@ from serving.kernels import cpu
 from serving.kernels.cpu import Finish, Kind
 from tests.serving.kernels.cpu.formulas import Plain, rms_norm
 
-SHAPES = [(1, 64, 64), (3, 100, 70), (12, 33, 5), (13, 40, 33), (64, 96, 64), (131, 70, 48)]
+SHAPES = [(1, 64, 64), (3, 100, 70), (12, 33, 5), (13, 40, 33), (20, 40, 300), (64, 96, 64), (131, 70, 48)]
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
