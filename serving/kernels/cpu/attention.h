@@ -54,13 +54,14 @@ void attend_chunk(const KvPlanes& kv, const AttentionShape& shape, const Item& i
     }
     const long ahead = s.chunk.coming.count;
     const bool in_place = values_in_place(kv, rows);
+    const long height = TILED && product_kind(kv) == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS;
     for (long h = 0; h < item.heads; ++h) {
         Ahead share = {kv, s.chunk.coming, 0, 0, ahead * h / item.heads, ahead * (h + 1) / item.heads};
         if (coming.item) share.head = coming.item->head, share.heads = coming.item->heads;
         take_keys(kv, item.head + h, share, s.chunk);
         take_values(kv, item.head + h, in_place, share, s.chunk);
-        for (long row0 = 0; row0 < rows; row0 += TILE_ROWS) {
-            const long count = least(TILE_ROWS, rows - row0);
+        for (long row0 = 0; row0 < rows; row0 += height) {
+            const long count = least(height, rows - row0);
             const long keys = least(s.chunk.places.count, segment.position + (row0 + count - 1) / group + 1 - key0);
             const HeadRows tile = {row0, count, h * rows + row0, 0};
             if (keys > 0) attend_tile(kv, shape, item, tile, key0, keys, in_place, share, s, parts);

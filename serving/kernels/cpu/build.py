@@ -71,7 +71,7 @@ def library_path(compiler: str) -> Path:
 
 
 def prebuilt_path() -> Path:
-    """Where a library of these sources lies if it came with them. It has every form, and chooses as it is opened."""
+    """Where a library of these sources lies if it came with them. It has every form that its compiler knew."""
     return PREBUILT / _library_name(b"", "")
 
 

@@ -47,7 +47,7 @@ INLINE long tile_rows(int kind) { return kind == KIND_F32 ? TILE_ROWS_F32 : MOST
 INLINE int per_word(int kind) { return kind == KIND_INT8 ? 4 : kind == KIND_BF16 ? 2 : 1; }
 INLINE long words_of(int kind, long n) { return (n + per_word(kind) - 1) / per_word(kind); }
 
-// Words of so many keys' weights that are multiplied by their values; past the keys both are 0.
+// Words of so many keys' weights that are multiplied by their values; past the keys weights are 0.
 INLINE long value_words(int kind, long keys) {
     return kind == KIND_BF16 ? round_up(words_of(kind, keys), VALUE_WORDS) : words_of(kind, keys);
 }
@@ -272,7 +272,7 @@ INLINE Tile pick(long rows, std::integer_sequence<int, ROWS_LESS_1...>) {
 
 template <class Dot, int PANELS, int LINES>
 INLINE Tile pick(long rows) {
-    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+    return pick<Dot, PANELS, LINES>(rows, std::make_integer_sequence<int, Dot::KIND == KIND_F32 ? TILE_ROWS : MOST_ROWS>());
 }
 
 template <int LINES>
