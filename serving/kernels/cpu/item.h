@@ -90,7 +90,11 @@ INLINE Weights weigh_rows(const KvPlanes& kv, const AttentionShape& shape, const
     for (long r = 0; r < h.rows; ++r) {
         const long position = item.segment.position + (h.row0 + r) / group;
         const long low = first_visible(shape, position) - key0, high = least(keys, position + 1 - key0);
-        folded[r] = mask_scores(s.scores + (h.scored + r) * CHUNK, low, high, padded, k_scale);
+        float* score = s.scores + (h.scored + r) * CHUNK;
+        if (padded == CHUNK && low <= 0 && high == CHUNK && !k_scale)
+            folded[r] = mask_scores(score, 0, CHUNK, CHUNK, nullptr);
+        else
+            folded[r] = mask_scores(score, low, high, padded, k_scale);
     }
     Weights weights;
     weights.top = max_of_rows(folded, h.rows) * factor;

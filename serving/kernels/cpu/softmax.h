@@ -106,22 +106,23 @@ INLINE vf mask_scores(float* score, long low, long high, long padded, const floa
 INLINE vf weigh(const float* score, float base, long padded, float factor, int kind, const float* v_scale, int32_t* p) {
     uint16_t* const narrow = reinterpret_cast<uint16_t*>(p);
     vf total = {};
-    const auto weight = [&](long j) {
-        vf w = exp2_vector(fma(load(score + j), splat(factor), splat(base)));
+    const auto weight = [&](long j, auto exp2) {
+        vf w = exp2(fma(load(score + j), splat(factor), splat(base)));
         total = total + w;
         if (v_scale) w = choose(w > 0.0f, w * load(v_scale + j), vf{});  // stale past the end
         return w;
     };
+    const auto narrow_weight = [&](long j) { return weight(j, [](vf x) { return exp2_narrow(x); }); };
     long j = 0;
     for (; kind == KIND_BF16 && j + 2 * LANES <= padded; j += 2 * LANES) {
-        const vf first = weight(j), second = weight(j + LANES);
+        const vf first = narrow_weight(j), second = narrow_weight(j + LANES);
         store_bf16_pair(narrow + j, first, second);
     }
     for (; j < padded; j += LANES) {
         if (kind == KIND_BF16)
-            store_bf16(narrow + j, weight(j));
+            store_bf16(narrow + j, narrow_weight(j));
         else
-            store(reinterpret_cast<float*>(p) + j, weight(j));
+            store(reinterpret_cast<float*>(p) + j, weight(j, [](vf x) { return exp2_vector(x); }));
     }
     return total;
 }
