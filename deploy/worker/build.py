@@ -65,6 +65,7 @@ from serving.engine.step_prior import UNKNOWN, guessed_cost
 from serving.engine.tracing import TraceWriter
 from serving.forward.forward import Forward
 from serving.grammar.grammars import GRAMMAR_VERSION, GrammarCompiler, Grammars
+from serving.kernels.cpu.build import sources_digest
 from serving.kvspec import LayerKV
 from serving.links import HandoffDialer
 from serving.loader.loading import LoadedModel
@@ -130,7 +131,7 @@ def build_worker(
     locations, tokens = kv_memory(rehearsal, drafts.specs, config, model_config.device)
     device_kv, limit = locations.device, context_limit(model, model_config, tokens)
     drafting = make_drafts(drafts, model, make_forward(model, device_kv, config, limit), device_kv, config, limit)
-    forward, form = drafting.forward, drafting.forward.form if config.deterministic else "any"
+    forward, form = drafting.forward, promised_form(drafting.forward) if config.deterministic else "any"
 
     def layout(dtype: str) -> tuple[str, tuple[LayerKV, ...]]:
         layers = spec.kv_layers(dtype)
@@ -341,6 +342,11 @@ def trace_writer(path: str | None, worker: str) -> TraceWriter | None:
         return None
     asked = Path(path)
     return TraceWriter(asked.with_name(f"{asked.stem}.{worker}{asked.suffix or '.json'}"), worker)
+
+
+def promised_form(forward: Forward) -> str:
+    """What computes, to the bit: of this form there may be others, before an upgrade or after it."""
+    return f"{forward.form} {sources_digest()}"
 
 
 @lru_cache(maxsize=64)

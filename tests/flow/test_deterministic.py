@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.worker import build
 from serving.errors import WorkerLost
 from serving.kernels import cpu
 from serving.loader.loading import LoadedModel, load
@@ -89,3 +90,21 @@ async def test_without_the_kernels_it_is_refused(make_cluster: ClusterMaker, mod
     with pytest.raises(ValueError, match="--deterministic"):
         async with make_cluster("embedded", model=model, deterministic=True, kernels="torch"):
             pass
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_only_workers_of_the_same_kernels_go_on_with_its_texts(
+    make_cluster: ClusterMaker, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    """An upgrade may bring kernels with other bits. Without the promise any will do."""
+
+    async def told() -> tuple[str, str]:
+        async with make_cluster("embedded", model=model, deterministic=deterministic) as cluster:
+            identity = cluster.cluster.workers[0].identity
+            return identity.pairing, identity.fingerprint
+
+    before = await told()
+    assert await told() == before
+    monkeypatch.setattr(build, "sources_digest", lambda: "of the next release")
+    after = await told()
+    assert [one == other for one, other in zip(before, after, strict=True)] == [not deterministic] * 2

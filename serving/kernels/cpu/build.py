@@ -75,10 +75,16 @@ def prebuilt_path() -> Path:
     return PREBUILT / _library_name(b"", "")
 
 
-def _library_name(compiler: bytes, cpu: str) -> str:
-    digest = hashlib.sha256(compiler)
+def sources_digest() -> str:
+    """Hex of the sources: kernels of other ones may give other bits."""
+    digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def _library_name(compiler: bytes, cpu: str) -> str:
+    digest = hashlib.sha256(compiler + sources_digest().encode())
     digest.update(repr((COMMON, forms(), platform.machine(), cpu)).encode())
     return f"cpu-kernels-{digest.hexdigest()[:20]}.so"
 
