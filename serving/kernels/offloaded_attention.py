@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from serving.batch.ragged import RaggedBatch
-from serving.kernels.reference import QUERY_BLOCK
+from serving.kernels.reference import QUERY_BLOCK, sigmoid
 
 Gather = Callable[..., tuple[Tensor, Tensor]]
 """Keys and values [L, Hkv, D] float32 of some blocks: gather(*planes, blocks)."""
@@ -94,5 +94,5 @@ class RunningAttention:
         out_HGTD = self.sum_HGTD / self.total_HGT[..., None]
         if sinks is not None:  # of the whole softmax the keys have sigmoid(log of their sum - sink)
             sinks_HG1 = sinks.float().view(*self.top_HGT.shape[:2], 1)
-            out_HGTD *= (self.top_HGT + self.total_HGT.log() - sinks_HG1).sigmoid()[..., None]
+            out_HGTD *= sigmoid(self.top_HGT + self.total_HGT.log() - sinks_HG1)[..., None]
         return out_HGTD.permute(2, 0, 1, 3).flatten(1, 2)

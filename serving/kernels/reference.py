@@ -82,6 +82,13 @@ def row_parts(rows: int, width: int, threads: int) -> Iterator[int]:
         yield rows % most
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Of each number. torch's own computes those behind a tensor's last whole vectors with another exponential: a row's
+    bits would depend on how many rows there are.
+    """
+    return 1.0 / (1.0 + (-x).exp())
+
+
 @of_whole_rows
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [T, 2W], gate first. Returns [T, W]."""

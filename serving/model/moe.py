@@ -30,7 +30,7 @@ def route(logits_TE: Tensor, spec: MoeSpec, bias_E: Tensor | None = None) -> tup
     spec says so, times its factor.
     """
     logits_TE = logits_TE.float()
-    scores_TE = logits_TE.softmax(dim=-1) if spec.scoring == "softmax" else _sigmoid(logits_TE)
+    scores_TE = logits_TE.softmax(dim=-1) if spec.scoring == "softmax" else kernels.sigmoid(logits_TE)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if spec.groups > 1:
         choice_TE = _within_groups(choice_TE, spec)
@@ -39,14 +39,6 @@ def route(logits_TE: Tensor, spec: MoeSpec, bias_E: Tensor | None = None) -> tup
     if spec.normalized:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + EPSILON)
     return experts_TK, weights_TK * spec.scaling
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """Of each number. torch's own computes those behind a tensor's last whole vector with another exponential.
-
-    A row's bits would depend on how many rows there are.
-    """
-    return 1.0 / (1.0 + (-x).exp())
 
 
 def _within_groups(choice_TE: Tensor, spec: MoeSpec) -> Tensor:
