@@ -83,8 +83,8 @@ def row_parts(rows: int, width: int, threads: int) -> Iterator[int]:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Of each number. torch's own computes those behind a tensor's last whole vectors with another exponential: a row's
-    bits would depend on how many rows there are.
+    """Of float32 numbers. torch's own computes those behind a tensor's last whole vectors with another exponential: a
+    row's bits would depend on how many rows there are. Of narrower types this would round thrice.
     """
     return 1.0 / (1.0 + (-x).exp())
 
