@@ -260,7 +260,7 @@ class WorkerIdentity:
     role: Role
     model: str
     fingerprint: str  # model, quantization, KV dtype and layout
-    pairing: str  # model and quantization
+    pairing: str  # model, quantization and, with --deterministic, what computes
     kv_dtype: str  # a dtype's name
     max_model_len: int  # tokens
     long_rope_after: int = 0  # as in WorkerStatus

@@ -345,7 +345,7 @@ def trace_writer(path: str | None, worker: str) -> TraceWriter | None:
 
 
 def promised_form(forward: Forward) -> str:
-    """What computes, to the bit: of this form there may be others, before an upgrade or after it."""
+    """The form of computing, and its kernels' sources: a release may compute the same form with other bits."""
     return f"{forward.form} {sources_digest()}"
 
 
