@@ -12,12 +12,13 @@ from serving.batch.ragged import RaggedBatch
 from serving.kernels import int8, reference
 from serving.kernels.latent_attention import absorbed_attention, expanded_attention, part_of, write_latent
 from serving.kernels.offloaded_attention import offloaded_attention
-from serving.kernels.reference import clamped_swiglu, gelu_tanh_mul, layer_norm, rms_norm, rope, sigmoid, silu_mul
+from serving.kernels.reference import clamped_swiglu, gelu, gelu_tanh_mul, layer_norm, rms_norm, rope, sigmoid, silu_mul
 
 __all__ = [
     "absorbed_attention",
     "clamped_swiglu",
     "expanded_attention",
+    "gelu",
     "gelu_tanh_mul",
     "layer_norm",
     "paged_attention",

@@ -9,7 +9,7 @@ D head dimensions, P rotated pairs of dimensions, B sequences, L tokens of conte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Concatenate, ParamSpec
 
 import torch
@@ -22,6 +22,7 @@ P = ParamSpec("P")
 
 QUERY_BLOCK = 256  # queries attended at a time: bounds the scores and skips most of the keys a query may not see
 ALONE = 0x4000  # numbers that torch never divides among threads
+VECTORS = 64  # numbers of every type in whole vectors of every CPU
 SHARE = 0x8000  # from which on, for each of its threads, it uses all of them
 
 
@@ -60,14 +61,17 @@ def of_whole_rows(product: Callable[Concatenate[Tensor, P], Tensor]) -> Callable
 
     @wraps(product)
     def computed(gate_up: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        rows, width = len(gate_up), gate_up.shape[-1] // 2
-        threads = torch.get_num_threads()
-        if gate_up.device.type != "cpu" or threads == 1 or rows * width <= ALONE:
-            return product(gate_up, *args, **kwargs)
-        parts = torch.split(gate_up, list(row_parts(rows, width, threads)))
-        return torch.cat([product(part, *args, **kwargs) for part in parts])
+        return by_whole_rows(lambda part: product(part, *args, **kwargs), gate_up, gate_up.shape[-1] // 2)
 
     return computed
+
+
+def by_whole_rows(compute: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
+    """compute(x), of whose rows torch makes `width` numbers each."""
+    rows, threads = len(x), torch.get_num_threads()
+    if x.device.type != "cpu" or threads == 1 or rows * width <= ALONE:
+        return compute(x)
+    return torch.cat([compute(part) for part in torch.split(x, list(row_parts(rows, width, threads)))])
 
 
 def row_parts(rows: int, width: int, threads: int) -> Iterator[int]:
@@ -87,6 +91,15 @@ def sigmoid(x: Tensor) -> Tensor:
     row's bits would depend on how many rows there are. Of narrower types this would round thrice.
     """
     return 1.0 / (1.0 + (-x).exp())
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Of x [T, W], by the error function or `tanh` (arXiv 1606.08415). As with `sigmoid`, a row's bits are its own."""
+    width = x.shape[-1]
+    missing = -width % VECTORS if x.device.type == "cpu" else 0
+    whole = F.pad(x, (0, missing)) if missing else x
+    found = by_whole_rows(partial(F.gelu, approximate=approximate), whole, width + missing)
+    return found[:, :width].contiguous()
 
 
 @of_whole_rows

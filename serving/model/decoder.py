@@ -29,8 +29,8 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each [T, P] float32
 Planes = tuple[Tensor, ...]  # a layer's KV, each [num_blocks, block_size, ...]: see `ModelSpec.kv_layers`
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,  # by the error function (arXiv 1606.08415)
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # as GPT-2 was trained with
+    "gelu": kernels.gelu,
+    "gelu_tanh": partial(kernels.gelu, approximate="tanh"),  # as GPT-2 was trained with
     "relu": F.relu,
 }
 GATED_PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -149,6 +149,22 @@ def test_planes_of_lower_precision_are_read_as_they_are() -> None:
     torch.testing.assert_close(found.double(), truth, atol=0.0, rtol=2**-8)
 
 
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("threads", "rows", "width"), [(1, 40, 20), (1, 40, 50), (2, 67, 1000), (5, 34, 3072)])
+def test_a_row_s_activations_do_not_depend_on_others(
+    kind: str, dtype: torch.dtype, threads: int, rows: int, width: int
+) -> None:
+    x = (torch.randn(rows, width, generator=torch.Generator().manual_seed(9)) * 3).to(dtype)
+    torch.set_num_threads(threads)
+    try:
+        whole = ACTIVATIONS[kind](x)
+        assert whole.shape == x.shape and whole.is_contiguous()
+        assert all(torch.equal(ACTIVATIONS[kind](x[:some]), whole[:some]) for some in range(1, rows))
+    finally:
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("width", [20, 48, 64])
 def test_a_row_s_gated_products_do_not_depend_on_how_many_there_are(width: int) -> None:
     x = torch.randn(40, 2 * width, generator=torch.Generator().manual_seed(9)) * 3
@@ -219,7 +235,7 @@ def test_rope_turns_pairs_and_keeps_the_rest() -> None:
 
 
 def test_activations() -> None:
-    x = torch.linspace(-4, 4, 33)
+    x = torch.linspace(-4, 4, 33)[None]
     wide = x.double()
     torch.testing.assert_close(
         ACTIVATIONS["gelu"](x).double(), wide / 2 * (1 + torch.erf(wide / 2**0.5)), atol=1e-6, rtol=1e-6
@@ -228,7 +244,7 @@ def test_activations() -> None:
     by_tanh = ACTIVATIONS["gelu_tanh"](x).double()
     torch.testing.assert_close(by_tanh, wide / 2 * (1 + inner.tanh()), atol=1e-6, rtol=1e-6)
     assert torch.equal(ACTIVATIONS["relu"](x), x.clamp(min=0))
-    up = torch.randn(33)
+    up = torch.randn(1, 33)
     truth = wide / (1 + (-wide).exp()) * up.double()
-    found = kernels.silu_mul(torch.cat([x, up])[None])
-    torch.testing.assert_close(found[0].double(), truth, atol=1e-6, rtol=1e-6)
+    found = kernels.silu_mul(torch.cat([x, up], -1))
+    torch.testing.assert_close(found.double(), truth, atol=1e-6, rtol=1e-6)
