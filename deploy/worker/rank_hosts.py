@@ -10,6 +10,7 @@ from deploy.runtime.open_doors import check_rank_hosts
 from deploy.runtime.settings import Settings
 from serving import __version__
 from serving.config import ModelConfig
+from serving.kernels.cpu.build import sources_digest
 from serving.loader.loading import digest_of
 from serving.rank_group.host_door import HostIdentity, HostSecurity
 from serving.rank_group.host_lobby import HostLobby
@@ -65,7 +66,8 @@ def security_of(settings: Settings) -> HostSecurity:
 def identity_of(path: Path, config: ModelConfig) -> HostIdentity:
     """Raises ValueError as `load`."""
     digest, dtype = digest_of(path, config.dtype)
-    return HostIdentity(version=__version__, model=digest, dtype=dtype, ranks=config.data_parallel_size)
+    ranks = config.data_parallel_size
+    return HostIdentity(version=__version__, model=digest, dtype=dtype, ranks=ranks, kernels=sources_digest())
 
 
 def _family(address: str) -> socket.AddressFamily:

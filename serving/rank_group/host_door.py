@@ -19,7 +19,7 @@ from serving.certificate import no_password
 from serving.rank_group.host_line import HostGone, HostLine, HostWord, settle, shown
 from serving.rank_group.host_plan import HostPlace
 
-HOST_PROTOCOL = 2  # grows with every change of what hosts of a group tell each other
+HOST_PROTOCOL = 3  # grows with every change of what hosts of a group tell each other
 HANDSHAKE_SECONDS = 10.0
 NONCE_BYTES = 32
 WRONG_KEY = "the cluster key is missing or wrong; start every host of the group with the same one"
@@ -57,6 +57,7 @@ class HostIdentity:
     model: str  # the fingerprint of its files
     dtype: str
     ranks: int  # of the group
+    kernels: str  # digest of the compiled kernels' sources
     protocol: int = HOST_PROTOCOL
 
 
@@ -218,6 +219,11 @@ def _unlike(body: str, own: HostIdentity) -> str | None:
     if theirs.get("dtype") != own.dtype:
         return (
             f"--dtype is {shown(theirs.get('dtype'))} there and {own.dtype!r} at the leader: give every host the same"
+        )
+    if theirs.get("kernels") != own.kernels:
+        return (
+            "its compiled kernels are of other sources than the leader's, and may compute other bits: install the same"
+            " build of millrace on every host of a group"
         )
     if theirs.get("model") != own.model:
         return "its model's files are others than the leader's: every host of a group loads the same model"

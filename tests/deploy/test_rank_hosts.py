@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.runtime.open_doors import check_rank_hosts
-from deploy.worker.rank_hosts import RankHosts
+from deploy.worker import rank_hosts
+from deploy.worker.rank_hosts import RankHosts, identity_of
 from serving.config import ClusterConfig, ModelConfig
 from serving.options import ConfigError
 from serving.rank_group.host_door import HostSecurity
@@ -99,6 +101,14 @@ def test_a_port_that_is_taken_is_told_of(tmp_path: Path) -> None:
         hosts = RankHosts(1, "127.0.0.1", port, HostSecurity())
         with pytest.raises(ValueError, match=f"--data-parallel-rpc-port {port}: cannot listen there"):
             hosts.lobby(model, ModelConfig(data_parallel_size=2))
+
+
+def test_a_host_tells_which_kernels_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = save(build(configs()["mixtral"]), tmp_path / "mixtral"), ModelConfig(data_parallel_size=2)
+    before = identity_of(model, config)
+    assert identity_of(model, config) == before
+    monkeypatch.setattr(rank_hosts, "sources_digest", lambda: "of another build")
+    assert identity_of(model, config) == replace(before, kernels="of another build") != before
 
 
 def test_every_refusal_names_its_setting() -> None:

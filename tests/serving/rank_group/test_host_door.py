@@ -33,7 +33,7 @@ from serving.rank_group.host_line import _LENGTHS, MOST_STRANGERS_BYTES, HostGon
 from serving.rank_group.host_plan import HostPlace
 from tests.certificates import SERVICE, Authority, Files
 
-OWN = HostIdentity(version="1.2.3", model="0" * 32, dtype="float32", ranks=4)
+OWN = HostIdentity(version="1.2.3", model="0" * 32, dtype="float32", ranks=4, kernels="2" * 64)
 PLACE = HostPlace(2, 2)
 KEY = HostSecurity(cluster_key="the key")
 SECONDS = 60.0
@@ -112,6 +112,7 @@ def test_a_host_that_is_taken_and_its_leader_talk(security: HostSecurity, door: 
         (KEY, replace(OWN, protocol=99), "protocol 99"),
         (KEY, replace(OWN, ranks=5), "--data-parallel-size is 5 there and 4 at the leader"),
         (KEY, replace(OWN, dtype="bfloat16"), "--dtype is 'bfloat16' there and 'float32' at the leader"),
+        (KEY, replace(OWN, kernels="3" * 64), "compiled kernels are of other sources than the leader's"),
         (KEY, replace(OWN, model="1" * 32), "its model's files are others than the leader's"),
     ],
 )

@@ -17,7 +17,7 @@ from serving.rank_group.host_line import MOST_TOLD, HostLine, ToldOnce
 from serving.rank_group.host_lobby import HostLobby
 from serving.rank_group.host_plan import HostPlace
 
-OWN = HostIdentity(version="1", model="0" * 32, dtype="float32", ranks=4)
+OWN = HostIdentity(version="1", model="0" * 32, dtype="float32", ranks=4, kernels="2" * 64)
 KEY = HostSecurity(cluster_key="the key")
 SECONDS = 120.0  # that a busy machine may need to start a process
 LATER = HostPlace(3, 1)
