@@ -153,6 +153,11 @@ def cpu_name() -> str:
     return _cpu_line("model name").partition(":")[2].strip()
 
 
+def cpu_has_amx() -> bool:
+    """True if the kernel tells all that the form `avx512_amx` needs; it may refuse a process some of it even so."""
+    return {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"} <= set(_cpu_flags().split())
+
+
 def _cpu_flags() -> str:
     return _cpu_line("flags", "Features")
 

@@ -11,6 +11,7 @@ import pytest
 
 from serving.cache_folder import cache_folder
 from serving.kernels.cpu import build as builder
+from serving.kernels.cpu import extension
 from serving.kernels.cpu.build import BuildError, find_compiler
 from serving.kernels.cpu.extension import forms, open_library
 from serving.kernels.cpu.prebuild import prebuild
@@ -75,6 +76,35 @@ def test_a_form_that_the_compiler_does_not_know_is_left_out(
     library = builder.build(str(older))
     assert library.exists() and b"millrace_linear_plain" in library.read_bytes()
     assert b"avx512_amx" not in library.read_bytes()
+
+
+@pytest.mark.parametrize(("left_out", "told"), [("amx_tile", []), ("", ["but the kernels' compiler does not know it"])])
+def test_amx_that_is_left_out_is_told_of(
+    small_sources: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    left_out: str,
+    told: list[str],
+) -> None:
+    compiler()
+    names = {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"} - {left_out}
+    monkeypatch.setattr(builder, "_cpu_flags", lambda: f"flags : {' '.join(names)}")
+    with caplog.at_level(logging.WARNING, "millrace.kernels"):
+        assert open_library() is not None
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == len(told) and all(word in line for word, line in zip(told, found, strict=True))
+
+
+def test_amx_that_the_system_refuses_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(extension, "forms", lambda library: ["plain"])
+    monkeypatch.setattr(extension, "cpu_has_amx", lambda: True)
+    with caplog.at_level(logging.WARNING, "millrace.kernels"):
+        library = open_library()
+    if library is None or not hasattr(library, "millrace_linear_avx512_amx"):
+        pytest.skip("no compiler that knows AMX")
+    assert ["the system refuses this process its tiles" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
