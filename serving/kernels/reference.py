@@ -21,8 +21,8 @@ from serving.batch.ragged import RaggedBatch
 P = ParamSpec("P")
 
 QUERY_BLOCK = 256  # queries attended at a time: bounds the scores and skips most of the keys a query may not see
+VECTORS = 64  # numbers of whole vectors, of every type and CPU
 ALONE = 0x4000  # numbers that torch never divides among threads
-VECTORS = 64  # numbers of every type in whole vectors of every CPU
 SHARE = 0x8000  # from which on, for each of its threads, it uses all of them
 
 
@@ -61,17 +61,14 @@ def of_whole_rows(product: Callable[Concatenate[Tensor, P], Tensor]) -> Callable
 
     @wraps(product)
     def computed(gate_up: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        return by_whole_rows(lambda part: product(part, *args, **kwargs), gate_up, gate_up.shape[-1] // 2)
+        rows, width = len(gate_up), gate_up.shape[-1] // 2
+        threads = torch.get_num_threads()
+        if gate_up.device.type != "cpu" or threads == 1 or rows * width <= ALONE:
+            return product(gate_up, *args, **kwargs)
+        parts = torch.split(gate_up, list(row_parts(rows, width, threads)))
+        return torch.cat([product(part, *args, **kwargs) for part in parts])
 
     return computed
-
-
-def by_whole_rows(compute: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-    """compute(x), of whose rows torch makes `width` numbers each."""
-    rows, threads = len(x), torch.get_num_threads()
-    if x.device.type != "cpu" or threads == 1 or rows * width <= ALONE:
-        return compute(x)
-    return torch.cat([compute(part) for part in torch.split(x, list(row_parts(rows, width, threads)))])
 
 
 def row_parts(rows: int, width: int, threads: int) -> Iterator[int]:
@@ -94,12 +91,18 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Of x [T, W], by the error function or `tanh` (arXiv 1606.08415). As with `sigmoid`, a row's bits are its own."""
-    width = x.shape[-1]
-    missing = -width % VECTORS if x.device.type == "cpu" else 0
-    whole = F.pad(x, (0, missing)) if missing else x
-    found = by_whole_rows(partial(F.gelu, approximate=approximate), whole, width + missing)
-    return found[:, :width].contiguous()
+    """Of x [...], by the error function or `tanh` (arXiv 1606.08415). As with `sigmoid`, a number's bits are its own:
+    on a CPU torch gets only what each of its threads computes in whole vectors.
+    """
+    activation = partial(F.gelu, approximate=approximate)
+    if x.device.type != "cpu":
+        return activation(x)
+    flat, shares = x.contiguous().view(-1), VECTORS * torch.get_num_threads()
+    whole = len(flat) // shares * shares
+    if whole == len(flat):
+        return activation(flat).view(x.shape)
+    rest = activation(F.pad(flat[whole:], (0, whole + shares - len(flat))))
+    return torch.cat([activation(flat[:whole]), rest])[: len(flat)].view(x.shape)
 
 
 @of_whole_rows

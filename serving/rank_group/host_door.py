@@ -220,10 +220,11 @@ def _unlike(body: str, own: HostIdentity) -> str | None:
         return (
             f"--dtype is {shown(theirs.get('dtype'))} there and {own.dtype!r} at the leader: give every host the same"
         )
-    if theirs.get("kernels") != own.kernels:
+    if (kernels := theirs.get("kernels")) != own.kernels:
+        digest = kernels[:12] if isinstance(kernels, str) else kernels
         return (
-            "its compiled kernels are of other sources than the leader's, and may compute other bits: install the same"
-            " build of millrace on every host of a group"
+            f"its compiled kernels are of the sources {shown(digest)}, the leader's of {own.kernels[:12]!r}: they may"
+            " compute other bits; install one build of millrace on all hosts of a group"
         )
     if theirs.get("model") != own.model:
         return "its model's files are others than the leader's: every host of a group loads the same model"

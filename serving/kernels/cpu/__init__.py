@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 
 from serving.kernels.cpu.decoder import CpuDecoder, DecoderShape, KvPlanes, StepOutput
-from serving.kernels.cpu.extension import Kernels, default_threads, forms, open_library
+from serving.kernels.cpu.extension import Kernels, amx_unused, default_threads, forms, open_library
 from serving.kernels.cpu.form_choice import quickest_form
 from serving.kernels.cpu.sampling import ORDER, Logprobs, logprobs, sample
 from serving.kernels.cpu.structures import Finish, Kind
@@ -73,6 +73,8 @@ def load(
     library = shared_library(progress)
     if library is None:
         return None
+    if form is None and (reason := amx_unused(library)):
+        _log.warning("AMX goes unused, INT8 and bfloat16 prompts may take three times as long: %s", reason)
     if form is None and measured:
         form = quickest_form(library, threads or default_threads())
     return Kernels(library, threads=threads, form=form)

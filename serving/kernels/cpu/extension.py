@@ -24,8 +24,6 @@ log = logging.getLogger("millrace.kernels")
 WEIGHTS_MAPPED = 64 << 20  # bytes of weights that lie in one mapping
 SCREENED_AT_ONCE = 1 << 18  # weights of a head, while it is screened: what is made of them stays in the second cache
 ROUNDING = 2.0**-22  # of a sum in float32, for each of what it adds: more than that takes off a length
-REFUSED = "but the system refuses this process its tiles (arch_prctl ARCH_REQ_XCOMP_PERM; a container's seccomp may)"
-NOT_COMPILED = "but the kernels' compiler does not know it (GCC 11 and Clang 12 do; CXX names another)"
 SMALLEST = 2.0**-126  # below it products of bfloat16 may take a weight for 0
 
 
@@ -47,9 +45,6 @@ def open_library(progress: Callable[[str], None] = log.info) -> ctypes.CDLL | No
         log.warning("the CPU kernels cannot be built, the CPU runs the slower torch kernels: %s", error)
         return None
     declare(library)
-    if "avx512_amx" not in forms(library) and cpu_has_amx():
-        compiled = hasattr(library, "millrace_linear_avx512_amx")
-        log.warning("the CPU has AMX, %s: prompts may take three times as long", REFUSED if compiled else NOT_COMPILED)
     return library
 
 
@@ -59,6 +54,18 @@ def forms(library: ctypes.CDLL) -> list[str]:
     while name := library.millrace_form_name(len(found)):
         found.append(name.decode())
     return found
+
+
+def amx_unused(library: ctypes.CDLL) -> str | None:
+    """Why this CPU's AMX goes unused; None where it has none, or does not."""
+    if "avx512_amx" in forms(library) or not cpu_has_amx():
+        return None
+    if hasattr(library, "millrace_linear_avx512_amx"):
+        return (
+            "the system refuses this process its tiles: a seccomp profile may forbid arch_prctl, or a thread's"
+            " alternate signal stack be too small for them"
+        )
+    return "the compiler that made the kernels, or its assembler, does not know it (GCC 11 and Clang 12 do)"
 
 
 class Kernels:

@@ -151,7 +151,10 @@ def test_planes_of_lower_precision_are_read_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("threads", "rows", "width"), [(1, 40, 20), (1, 40, 50), (2, 67, 1000), (5, 34, 3072)])
+@pytest.mark.parametrize(
+    ("threads", "rows", "width"),
+    [(1, 40, 20), (1, 40, 50), (1, 40, 96), (2, 67, 1000), (3, 19, 4096), (5, 34, 3072)],
+)
 def test_a_row_s_activations_do_not_depend_on_others(
     kind: str, dtype: torch.dtype, threads: int, rows: int, width: int
 ) -> None:
@@ -161,6 +164,8 @@ def test_a_row_s_activations_do_not_depend_on_others(
         whole = ACTIVATIONS[kind](x)
         assert whole.shape == x.shape and whole.is_contiguous()
         assert all(torch.equal(ACTIVATIONS[kind](x[:some]), whole[:some]) for some in range(1, rows))
+        apart = torch.cat([x, x], -1)[:, :width]
+        assert torch.equal(ACTIVATIONS[kind](apart), whole)
     finally:
         torch.set_num_threads(1)
 
@@ -244,6 +249,8 @@ def test_activations() -> None:
     by_tanh = ACTIVATIONS["gelu_tanh"](x).double()
     torch.testing.assert_close(by_tanh, wide / 2 * (1 + inner.tanh()), atol=1e-6, rtol=1e-6)
     assert torch.equal(ACTIVATIONS["relu"](x), x.clamp(min=0))
+    assert ACTIVATIONS["gelu"] is kernels.gelu, "only some CPUs show whether torch's is"
+    assert kernels.gelu(torch.empty(0, 33)).shape == (0, 33)
     up = torch.randn(1, 33)
     truth = wide / (1 + (-wide).exp()) * up.double()
     found = kernels.silu_mul(torch.cat([x, up], -1))

@@ -112,7 +112,7 @@ def test_a_host_that_is_taken_and_its_leader_talk(security: HostSecurity, door: 
         (KEY, replace(OWN, protocol=99), "protocol 99"),
         (KEY, replace(OWN, ranks=5), "--data-parallel-size is 5 there and 4 at the leader"),
         (KEY, replace(OWN, dtype="bfloat16"), "--dtype is 'bfloat16' there and 'float32' at the leader"),
-        (KEY, replace(OWN, kernels="3" * 64), "compiled kernels are of other sources than the leader's"),
+        (KEY, replace(OWN, kernels="3" * 64), "its compiled kernels are of the sources '3+', the leader's of '2+'"),
         (KEY, replace(OWN, model="1" * 32), "its model's files are others than the leader's"),
     ],
 )

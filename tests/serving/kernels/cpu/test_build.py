@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from serving.cache_folder import cache_folder
+from serving.kernels import cpu
 from serving.kernels.cpu import build as builder
 from serving.kernels.cpu import extension
 from serving.kernels.cpu.build import BuildError, find_compiler
-from serving.kernels.cpu.extension import forms, open_library
+from serving.kernels.cpu.extension import amx_unused, forms, open_library
 from serving.kernels.cpu.prebuild import prebuild
 
 
@@ -78,33 +79,42 @@ def test_a_form_that_the_compiler_does_not_know_is_left_out(
     assert b"avx512_amx" not in library.read_bytes()
 
 
-@pytest.mark.parametrize(("left_out", "told"), [("amx_tile", []), ("", ["but the kernels' compiler does not know it"])])
-def test_amx_that_is_left_out_is_told_of(
-    small_sources: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    left_out: str,
-    told: list[str],
+ALL_OF_AMX = ("avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
+
+
+def test_a_compiler_that_leaves_out_the_cpu_s_amx_is_told_of(
+    small_sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler()
-    names = {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"} - {left_out}
-    monkeypatch.setattr(builder, "_cpu_flags", lambda: f"flags : {' '.join(names)}")
-    with caplog.at_level(logging.WARNING, "millrace.kernels"):
-        assert open_library() is not None
-    found = [record.getMessage() for record in caplog.records]
-    assert len(found) == len(told) and all(word in line for word, line in zip(told, found, strict=True))
+    library = open_library()
+    assert library is not None
+    for missing in (*ALL_OF_AMX, None):
+        flags = " ".join(name for name in ALL_OF_AMX if name != missing)
+        monkeypatch.setattr(builder, "_cpu_flags", lambda flags=flags: f"flags : {flags}")
+        reason = amx_unused(library)
+        assert reason is None if missing else reason is not None and "the compiler that made the kernels" in reason
 
 
+@pytest.mark.parametrize("refused", [True, False])
 def test_amx_that_the_system_refuses_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: bool
 ) -> None:
-    monkeypatch.setattr(extension, "forms", lambda library: ["plain"])
-    monkeypatch.setattr(extension, "cpu_has_amx", lambda: True)
-    with caplog.at_level(logging.WARNING, "millrace.kernels"):
-        library = open_library()
+    library = cpu.shared_library()
     if library is None or not hasattr(library, "millrace_linear_avx512_amx"):
         pytest.skip("no compiler that knows AMX")
-    assert ["the system refuses this process its tiles" in record.getMessage() for record in caplog.records] == [True]
+    monkeypatch.setattr(extension, "forms", lambda library: ["plain"] if refused else ["avx512_amx", "plain"])
+    monkeypatch.setattr(extension, "cpu_has_amx", lambda: True)
+    with caplog.at_level(logging.WARNING, "millrace.kernels"):
+        for form in ("plain", None):
+            kernels = cpu.load(threads=1, form="plain" if refused else form)
+            assert kernels is not None
+            kernels.close()
+        assert not caplog.records, "what is asked for is no surprise"
+        if refused and (kernels := cpu.load(threads=1)):
+            kernels.close()
+    assert ["the system refuses this process its tiles" in line.getMessage() for line in caplog.records] == [
+        True
+    ] * refused
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
