@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
@@ -107,9 +107,17 @@ def cpu_kernels(config: EngineConfig, threads: int | None) -> cpu.Kernels | None
     """
     form = None if config.cpu_form == "auto" else config.cpu_form
     try:
-        return cpu.load(threads=threads, form=form, measured=not config.deterministic)
+        kernels = cpu.load(threads=threads, form=form, measured=not config.deterministic)
     except ValueError as error:
         raise ValueError(f"--cpu-form: {error}") from error
+    if kernels is not None and form is None and (reason := cpu.amx_unused(kernels.library)):
+        _tell_once(f"AMX goes unused, INT8 and bfloat16 prompts may take three times as long: {reason}")
+    return kernels
+
+
+@cache
+def _tell_once(line: str) -> None:
+    log.warning(line)
 
 
 def _on_cuda(model: LoadedModel, planes: Sequence[Planes], config: EngineConfig, max_position: int) -> Forward | str:

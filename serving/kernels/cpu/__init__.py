@@ -36,6 +36,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "StepOutput",
+    "amx_unused",
     "default_threads",
     "forms",
     "interleave",
@@ -73,8 +74,6 @@ def load(
     library = shared_library(progress)
     if library is None:
         return None
-    if form is None and (reason := amx_unused(library)):
-        _log.warning("AMX goes unused, INT8 and bfloat16 prompts may take three times as long: %s", reason)
     if form is None and measured:
         form = quickest_form(library, threads or default_threads())
     return Kernels(library, threads=threads, form=form)

@@ -79,7 +79,9 @@ class Kernels:
         """`form` names one of `forms()`; the best by default. Raises ValueError for one this CPU does not run."""
         known = forms(library)
         if form is not None and form not in known:
-            raise ValueError(f"this CPU runs the forms {', '.join(known)}, not {form}")
+            reason = amx_unused(library) if form == "avx512_amx" else None
+            told = f"this CPU runs the forms {', '.join(known)}, not {form}"
+            raise ValueError(told if reason is None else f"{told}: {reason}")
         self.library = library
         self.form = form or known[0]
         self.threads = threads or default_threads()

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from serving.cache_folder import cache_folder
-from serving.kernels import cpu
 from serving.kernels.cpu import build as builder
-from serving.kernels.cpu import extension
 from serving.kernels.cpu.build import BuildError, find_compiler
 from serving.kernels.cpu.extension import amx_unused, forms, open_library
 from serving.kernels.cpu.prebuild import prebuild
@@ -93,28 +91,6 @@ def test_a_compiler_that_leaves_out_the_cpu_s_amx_is_told_of(
         monkeypatch.setattr(builder, "_cpu_flags", lambda flags=flags: f"flags : {flags}")
         reason = amx_unused(library)
         assert reason is None if missing else reason is not None and "the compiler that made the kernels" in reason
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_amx_that_the_system_refuses_is_told_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: bool
-) -> None:
-    library = cpu.shared_library()
-    if library is None or not hasattr(library, "millrace_linear_avx512_amx"):
-        pytest.skip("no compiler that knows AMX")
-    monkeypatch.setattr(extension, "forms", lambda library: ["plain"] if refused else ["avx512_amx", "plain"])
-    monkeypatch.setattr(extension, "cpu_has_amx", lambda: True)
-    with caplog.at_level(logging.WARNING, "millrace.kernels"):
-        for form in ("plain", None):
-            kernels = cpu.load(threads=1, form="plain" if refused else form)
-            assert kernels is not None
-            kernels.close()
-        assert not caplog.records, "what is asked for is no surprise"
-        if refused and (kernels := cpu.load(threads=1)):
-            kernels.close()
-    assert ["the system refuses this process its tiles" in line.getMessage() for line in caplog.records] == [
-        True
-    ] * refused
 
 
 def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

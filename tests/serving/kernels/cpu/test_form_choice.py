@@ -13,9 +13,10 @@ import torch
 
 from kvcache.memory.device import DeviceKV
 from serving.config import CPU_FORMS, EngineConfig
+from serving.forward import choose
 from serving.forward.choose import make_forward
 from serving.kernels import cpu
-from serving.kernels.cpu import build, form_choice
+from serving.kernels.cpu import build, extension, form_choice
 from serving.loader.loading import load
 from tests.serving.kernels.cpu.conftest import FORMS
 from tests.tiny import tiny_llama
@@ -135,3 +136,30 @@ def test_a_worker_computes_with_the_form_it_is_told_and_deterministic_ones_measu
         with pytest.raises(ValueError, match=f"--cpu-form: this CPU runs the forms {FORMS[0]}.*, not {missing}"):
             form(cpu_form=missing)
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_amx_that_goes_unused_is_told_once_unless_the_form_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    library = cpu.shared_library()
+    if library is None or not hasattr(library, "millrace_linear_avx512_amx"):
+        pytest.skip("no compiler that knows AMX")
+    monkeypatch.setattr(extension, "forms", lambda _: ["plain"] if refused else ["avx512_amx", "plain"])
+    monkeypatch.setattr(extension, "cpu_has_amx", lambda: True)
+    monkeypatch.setattr(cpu, "quickest_form", lambda *_: "plain")
+    choose._tell_once.cache_clear()
+    with caplog.at_level(logging.WARNING, choose.log.name):
+        for form in ("plain", "auto", "auto"):
+            kernels = choose.cpu_kernels(EngineConfig(cpu_form=form), 1)
+            assert kernels is not None
+            kernels.close()
+            assert len(caplog.records) == (refused and form == "auto")
+    reason = "the system refuses this process its tiles"
+    assert all(
+        f"AMX goes unused, INT8 and bfloat16 prompts may take three times as long: {reason}" in line.getMessage()
+        for line in caplog.records
+    )
+    if refused:
+        with pytest.raises(ValueError, match=f"--cpu-form: this CPU runs the forms plain, not avx512_amx: {reason}"):
+            choose.cpu_kernels(EngineConfig(cpu_form="avx512_amx"), 1)
