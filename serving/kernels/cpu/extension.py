@@ -57,7 +57,7 @@ def forms(library: ctypes.CDLL) -> list[str]:
 
 
 def amx_unused(library: ctypes.CDLL) -> str | None:
-    """Why this CPU's AMX goes unused; None where it has none, or does not."""
+    """Why no form uses the AMX that this CPU has; None where it has none, or one does."""
     if "avx512_amx" in forms(library) or not cpu_has_amx():
         return None
     if hasattr(library, "millrace_linear_avx512_amx"):
