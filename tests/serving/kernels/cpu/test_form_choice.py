@@ -163,3 +163,10 @@ def test_amx_that_goes_unused_is_told_once_unless_the_form_is_named(
     if refused:
         with pytest.raises(ValueError, match=f"--cpu-form: this CPU runs the forms plain, not avx512_amx: {reason}"):
             choose.cpu_kernels(EngineConfig(cpu_form="avx512_amx"), 1)
+        with pytest.raises(ValueError, match=r"not avx2$"):
+            choose.cpu_kernels(EngineConfig(cpu_form="avx2"), 1)
+        choose._tell_once.cache_clear()
+        caplog.clear()
+        deterministic = choose.cpu_kernels(EngineConfig(deterministic=True), 1)
+        assert deterministic is not None and len(caplog.records) == 1
+        deterministic.close()
