@@ -36,9 +36,18 @@ class Drift:
     variance: float = PRIOR_ERROR**2
     count: int = 0
     alike: int = ALIKE
-    _factor: float | None = field(init=False, default=None, repr=False, compare=False)  # once asked for
-    _error: float | None = field(init=False, default=None, repr=False, compare=False)
-    _sure: float | None = field(init=False, default=None, repr=False, compare=False)
+    factor: float = field(init=False, repr=False, compare=False)  # what a prediction is multiplied by
+    error: float = field(init=False, repr=False, compare=False)  # standard deviation of ln(observed / predicted) then
+    sure: float = field(init=False, repr=False, compare=False)  # the sure_ratio of that
+
+    def __post_init__(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """What choices ask for, which are more than observations."""
+        self.factor = min(MOST, max(1.0 / MOST, math.exp(self.mean)))
+        self.error = math.sqrt(self.variance)
+        self.sure = sure_ratio(self.error)
 
     def observe(self, predicted: float, observed: float) -> None:
         """Seconds, as predicted before any correction."""
@@ -49,33 +58,12 @@ class Drift:
         weight = max(WEIGHT, 1.0 / (1 + self.count))  # the first ones count as in a plain mean
         self.variance += weight * ((ratio - self.mean) ** 2 - self.variance)
         self.mean += weight * (ratio - self.mean)
-        self._factor = self._error = self._sure = None
-
-    @property
-    def error(self) -> float:
-        """Standard deviation of ln(observed / predicted) once the factor is applied."""
-        if self._error is None:
-            self._error = math.sqrt(self.variance)
-        return self._error
-
-    @property
-    def sure(self) -> float:
-        """The sure_ratio of the error."""
-        if self._sure is None:
-            self._sure = sure_ratio(self.error)
-        return self._sure
+        self._settle()
 
     @property
     def chance(self) -> float:
         """The variance that its mean has by chance."""
         return self.variance * self.alike / max(1.0, min(self.count, 2.0 / WEIGHT - 1.0))
-
-    @property
-    def factor(self) -> float:
-        """What a prediction is multiplied by."""
-        if self._factor is None:
-            self._factor = min(MOST, max(1.0 / MOST, math.exp(self.mean)))
-        return self._factor
 
 
 class Calibration:

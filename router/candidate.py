@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from router.arrivals import Arrivals
@@ -106,6 +106,7 @@ class Candidate:
     prompts_left_at: float = field(init=False)  # when the prompts that wait now are computed, on the router's clock
     prompt_share: float = field(init=False)  # of its time that goes to steps with prompts
     strangers: bool = field(init=False)  # more prompts waited there than the router had sent: others have some, too
+    prompt_steps: dict[float | None, Any] = field(init=False, default_factory=dict)  # router.prompt_steps, by objective
     _objectives: tuple[tuple[float, int], ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

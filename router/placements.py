@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from router.calibration import Calibration, urgency_of
 from router.candidate import Candidate
-from router.chances import LEAST_ERROR, sure_ratio, within
+from router.chances import LEAST_ERROR, within
 from router.columns import KeptColumns
 from router.decode_price import prompts_slowed
 from router.policy import Considered, Demand, FleetView, spread
@@ -23,15 +23,11 @@ from router.predict import (
     QueuePlace,
     after_backlog,
     backlog_seconds,
-    beside_seconds,
-    held_seconds,
-    objectives_used,
     others_lost,
-    pause_seconds,
-    prompt_seconds,
     step_seconds,
     token_seconds,
 )
+from router.prompt_steps import prompt_steps
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost
 
@@ -136,6 +132,8 @@ class PlacementSearch:
         self.urgency = urgency_of(demand.slo)
         self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
         self.output = max(2, demand.output)
+        slo = demand.slo
+        self._objectives = (slo.ttft_ms, slo.tpot_ms) if slo.ttft_ms and slo.tpot_ms else None  # as in objectives_used
         self.apart = calibration.apart(demand.texts)
         self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
         self._columns = columns or KeptColumns()
@@ -145,7 +143,6 @@ class PlacementSearch:
         places = self._prefills.places
         self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
         self._queues: dict[str, QueuePlace] = {}  # by instance
-        self._copies: dict[str, float] = {}  # by instance: what a copy there displaces
         self._holder = self._first_holder()  # a shortlist goes by time alone: a copy may cost more than a queue
         self._choice = False  # prompts and decodes can be given to different workers
 
@@ -240,13 +237,14 @@ class PlacementSearch:
     def _first(self, worker: Candidate, tpot: float | None) -> FirstToken:
         """The prompt at this worker; `tpot` is its objective where it decodes there too, which holds prompts back."""
         demand, cost = self.demand, self.costs.of(worker)
-        compute = prompt_seconds(worker, cost, demand.cached.get(worker.instance, 0), demand.tokens, tpot)
+        steps = prompt_steps(worker, cost, tpot)
+        compute = steps.prompt_seconds(demand.cached.get(worker.instance, 0), demand.tokens)
         place = self._place(worker, cost)
         queue, drift = place.queue_seconds(compute), place.drift
         ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
         chance = 1.0 if left is None else within(left, ttft, error)
-        lost = place.queued_lost(compute) + place.newcomers_lost(compute, queue, chance)
-        return FirstToken(worker, queue, compute, ttft, error, chance, lost, self._displaced(worker, cost))
+        lost, displaced = place.lost(compute, queue, chance), self._displaced(place, cost)
+        return FirstToken(worker, queue, compute, ttft, error, chance, lost, displaced)
 
     def _place(self, worker: Candidate, cost: StepCost) -> QueuePlace:
         """The prompt's in this worker's queue."""
@@ -256,51 +254,45 @@ class PlacementSearch:
             found = self._queues[worker.instance] = QueuePlace(worker, cost, *self.turn, drift, self.now)
         return found
 
-    def _displaced(self, worker: Candidate, cost: StepCost) -> float:
+    def _displaced(self, place: QueuePlace, cost: StepCost) -> float:
         """Prompts that miss their TTFT because a copy of the request's prefix stays there, however it gets there.
 
         As if a prompt came that takes DISPLACED times what is lacking there. KV that nobody has must be kept somewhere:
         it costs the same wherever it is.
         """
-        lacking = self._known - self.demand.cached.get(worker.instance, 0)
-        if lacking <= 0 or not (worker.queued or worker.arrivals):
-            return 0.0
-        found = self._copies.get(worker.instance)
+        found = place.displaced
         if found is None:
-            place, compute = self._place(worker, cost), DISPLACED * cost.token * lacking
-            lost = place.queued_lost(compute) + place.newcomers_lost(compute, place.queue_seconds(compute), 1.0)
-            found = self._copies[worker.instance] = min(lost, MOST_DISPLACED * self.demand.weight)
+            found, worker = 0.0, place.worker
+            lacking = self._known - self.demand.cached.get(worker.instance, 0)
+            if lacking > 0 and (worker.queued or worker.arrivals):
+                compute = DISPLACED * cost.token * lacking
+                lost = place.lost(compute, place.queue_seconds(compute), 1.0)
+                found = min(lost, MOST_DISPLACED * self.demand.weight)
+            place.displaced = found
         return found
 
     def _further(self, worker: Candidate) -> FurtherTokens:
         """A decode at this worker, beside the prompts it computes."""
         tokens, cost, tpot, instance = self.demand.tokens, self.costs.of(worker), self.tpot, worker.instance
-        step, now_step = step_seconds(worker, cost, tokens, self.output), self.costs.step_seconds(worker)
+        steps, step = prompt_steps(worker, cost, tpot), step_seconds(worker, cost, tokens, self.output)
         each = usual = self.calibration.tokens_a_step(instance)
         if self.apart:
             each = self.calibration.tokens_a_step(instance, self.apart)
-        mean = step
-        if worker.prompt_share:
-            mean = token_seconds(worker, step, beside_seconds(worker, cost, tokens, tpot))
-        held = held_seconds(cost, step / each, tpot) if worker.prefills else inf
+        mean = token_seconds(worker, step, steps.beside_seconds(tokens)) if worker.prompt_share else step
+        held = steps.held_seconds(step / each) if worker.prefills else inf
         token, left = min(held, mean / each), backlog_seconds(worker, cost, self.now)
-        pause = pause_seconds(worker, cost, step, tpot) / each if left else 0.0
+        pause = steps.pause_seconds(step) / each if left else 0.0
         drift = self.calibration.further(instance, both=worker.prefills)
-        lost = others_lost(worker, cost, now_step / usual, step / usual)
-        displaced = 0.0
-        if self._choice and worker.prefills:
-            lost += self._slowed(worker, cost, token)
-            displaced = self._displaced(worker, cost)
+        lost = others_lost(worker, steps, steps.decode / usual, step / usual)
         factor, error = drift.factor, drift.error
-        alone, risk, sure = None, error, drift.sure
+        alone, risk, sure, displaced = None, error, drift.sure, 0.0
         if worker.prefills:
-            alone, risk, sure = step / each, cost.error, sure_ratio(cost.error)
+            alone, risk, sure = step / each, cost.error, steps.sure
+            if self._choice:
+                place, lasts = self._place(worker, cost), self.output * token
+                lost += prompts_slowed(worker, steps, self._context, lasts, place.drift, self.now)
+                displaced = self._displaced(place, cost)
         return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost, displaced)
-
-    def _slowed(self, worker: Candidate, cost: StepCost, token: float) -> float:
-        """What prompts at this worker lose by a decode there, which gets a token in so many seconds."""
-        drift = self._place(worker, cost).drift
-        return prompts_slowed(worker, cost, self._context, self.output * token, self.tpot, drift, self.now)
 
     def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""
@@ -310,23 +302,32 @@ class PlacementSearch:
     def _pair(self, firsts: Sequence[FirstToken], further: FurtherTokens, found: list[Scored]) -> None:
         """A decode with each of the prefills for it. Errors of TTFT and TPOT are taken for independent."""
         decode, demand, limit, seconds = further.worker, self.demand, self.tpot, self.view.links.seconds
-        weight, slo, output, tokens = demand.weight, demand.slo, demand.output, self.output - 1
-        pause, factor, sure, lost, instance = further.pause, further.factor, further.sure, further.lost, decode.instance
-        slower, alone = pause > further.token, further.alone
+        weight, tokens, instance, later = demand.weight, demand.tokens, decode.instance, self.output - 1
+        pause, sure, lost, alone = further.pause, further.sure, further.lost, further.alone
+        objectives, output = self._objectives, max(0, demand.output - 1)
+        # What differs between firsts is their handoff, and where it waits for prompts: else it is as at the last one.
+        slower, handed = pause > further.token, -1.0
+        token = tpot = used_later = 0.0
+        met = 1.0  # the chance of its TPOT
         for first in firsts:
-            worker, token, transfer, chance, displaced = first.worker, further.token, 0.0, first.chance, first.displaced
+            worker, transfer, displaced = first.worker, 0.0, first.displaced
             if worker is not decode:
                 displaced += further.displaced
-                transfer = seconds(worker.instance, instance, demand.tokens)
-            if slower:
-                begun = first.queue if worker is decode else first.queue + first.compute
-                token = min(further.held, after_backlog(token, pause, further.left - begun, tokens))
-            token += transfer / tokens  # the handoff delays the second
-            tpot = token * factor
-            if limit is not None:
-                judged = tpot if alone is None else alone + transfer / tokens
-                if not 0.0 < judged * sure <= limit:  # else it is certain
-                    chance *= within(limit, judged, further.risk)
-            used = objectives_used(slo, first.ttft, tpot, output)
-            score = weight * chance - lost - first.lost - displaced
+                transfer = seconds(worker.instance, instance, tokens)
+            if slower or transfer != handed:
+                token, handed = further.token, transfer
+                if slower:
+                    begun = first.queue if worker is decode else first.queue + first.compute
+                    token = min(further.held, after_backlog(token, pause, further.left - begun, later))
+                token += transfer / later  # the handoff delays the second
+                tpot, met = token * further.factor, 1.0
+                if limit is not None:
+                    judged = tpot if alone is None else alone + transfer / later
+                    if not 0.0 < judged * sure <= limit:  # else it is certain
+                        met = within(limit, judged, further.risk)
+                used_later = tpot / objectives[1] if objectives is not None else tpot * output
+            score = weight * (first.chance * met) - lost - first.lost - displaced
+            used = (
+                1e3 * (first.ttft / objectives[0] + used_later) if objectives is not None else first.ttft + used_later
+            )
             found.append((-score, used, first, further, transfer, token, tpot))

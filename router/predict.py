@@ -15,9 +15,10 @@ from statistics import median
 
 from router.calibration import Drift
 from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
-from router.chances import LEAST_ERROR, less_likely, sure_ratio
+from router.chances import LEAST_ERROR, less_likely
+from router.prompt_steps import PromptSteps
 from serving.messages import Role, Slo
-from serving.step_cost import GAP, StepCost
+from serving.step_cost import StepCost
 
 NEVER = 0.01  # a chance that is not worth computing with
 LATE_SHARE = 0.5  # of what a late prompt takes that those to come are kept waiting by
@@ -114,38 +115,44 @@ class QueuePlace:
     """Where a prompt would stand among those that wait at a worker, however long it takes there itself.
 
     Its `priority` and `due` are what the worker orders its queue by; `due` is infinite without a TTFT objective.
+    `displaced` is for who asks what a copy there costs: None until it is known.
     """
 
-    __slots__ = ("_ahead", "_behind", "_due_in", "_every", "_left", "drift", "priority", "worker")
+    __slots__ = ("_ahead", "_behind", "_due_in", "_every", "_left", "displaced", "drift", "priority", "worker")
 
     def __init__(self, worker: Candidate, cost: StepCost, priority: int, due: float, drift: Drift, now: float):
         self.worker, self.priority, self.drift = worker, priority, drift
-        due = due if due < math.inf else now + UNHURRIED
-        self._due_in = due - now
+        self._due_in = (due if due < math.inf else now + UNHURRIED) - now
         self._left = backlog_seconds(worker, cost, now)
-        self._behind: list[tuple[float, float]] = []  # seconds until each is due, and until it is computed
-        ahead = every = ends = 0.0
+        self._ahead = self._every = 0.0
+        self._behind: Sequence[tuple[float, float]] = ()  # seconds until each is due, and until it is computed
+        self.displaced: float | None = None
         if worker.queued:
-            factor, behind = drift.factor, list[tuple[int, float, float]]()
-            for other in worker.queued:
-                seconds, level = other.seconds * other.share, _level(other, now)
-                every += seconds
-                if level < priority:
+            self._stand(worker.queued, due if due < math.inf else now + UNHURRIED, now)
+
+    def _stand(self, queued: Sequence[QueuedPrompt], due: float, now: float) -> None:
+        factor, priority, behind = self.drift.factor, self.priority, list[tuple[int, float, float]]()
+        ahead = every = ends = 0.0
+        for other in queued:
+            seconds, level = other.seconds * other.share, _level(other, now)
+            every += seconds
+            if level < priority:
+                ahead += seconds
+                ends += factor * other.seconds * other.share
+            elif now + other.seconds <= other.due:
+                theirs = _due(other, now)
+                if level == priority and theirs <= due:
                     ahead += seconds
                     ends += factor * other.seconds * other.share
-                elif now + other.seconds <= other.due:
-                    theirs = _due(other, now)
-                    if level == priority and theirs <= due:
-                        ahead += seconds
-                        ends += factor * other.seconds * other.share
-                    else:
-                        behind.append((level, theirs, factor * other.seconds * other.share))
-            behind.sort(key=itemgetter(0, 1))
-            for _, theirs, seconds in behind:
-                ends += seconds
-                if theirs > now:
-                    self._behind.append((theirs - now, ends))
-        self._ahead, self._every = ahead, every
+                else:
+                    behind.append((level, theirs, factor * other.seconds * other.share))
+        behind.sort(key=itemgetter(0, 1))
+        late = list[tuple[float, float]]()
+        for _, theirs, seconds in behind:
+            ends += seconds
+            if theirs > now:
+                late.append((theirs - now, ends))
+        self._ahead, self._every, self._behind = ahead, every, late
 
     def queue_seconds(self, compute: float) -> float:
         """Until the prompt, which takes `compute` seconds, is begun: those it does not pass, of all that wait.
@@ -163,41 +170,46 @@ class QueuePlace:
             return ahead
         return ahead + others * ((ahead + doubt) / (every + doubt) if every + doubt > 0.0 else 1.0)
 
+    def lost(self, compute: float, queue: float, chance: float) -> float:
+        """How many prompts are expected to miss their TTFT objective because of this one: that wait, or are to come.
+
+        It takes `compute` seconds after a `queue`, and is in time itself by a `chance`.
+        """
+        lost = self.queued_lost(compute) if self._behind else 0.0
+        return lost + self.newcomers_lost(compute, queue, chance) if self.worker.arrivals else lost
+
     def queued_lost(self, compute: float) -> float:
-        """How many of the prompts that wait are expected to miss their TTFT objective because this one passes them."""
-        if not self._behind:
-            return 0.0
+        """Of the prompts that wait, those that it passes."""
         drift, lost = self.drift, 0.0
         error, sure, added = drift.error, drift.sure, drift.factor * compute
         for left, ends in self._behind:
             lost += less_likely(left, ends, ends + added, error, sure)
-        return max(0.0, lost)
+        return lost if lost > 0.0 else 0.0
 
     def newcomers_lost(self, compute: float, queue: float, chance: float) -> float:
-        """How many requests like those that come in time from this worker will be late behind this prompt.
+        """Of requests like those that come in time from this worker, those that will be late behind this prompt.
 
         Those that come while it waits `queue` seconds and is computed, and are due later or less important: others pass
         it. One that is late itself, which it is not by a `chance`, is passed by all that are as important, and counts
         by a part (queue_seconds). A worker whose prompts are late anyhow has nothing to lose: what can meet its
         objectives nowhere goes there, and not to one that others need.
         """
-        arrivals = self.worker.arrivals
-        if not arrivals:
-            return 0.0
         drift, ours, lost = self.drift, self.priority, 0.0
         factor, error, sure = drift.factor, drift.error, drift.sure
         waits, taken = queue * factor, compute * factor
-        for priority, limit, seconds, rate in arrivals:
+        for priority, limit, seconds, rate in self.worker.arrivals:
             if priority < ours:
                 continue
-            alone, first, in_time = seconds * factor, 0.0, 1.0
+            alone, behind, in_time = seconds * factor, waits + taken, 1.0
             if priority == ours:
-                first, in_time = max(0.0, self._due_in - limit), chance
-            behind = max(0.0, waits + taken - first)  # seconds: those that come then come to stand behind it
-            if behind and in_time > NEVER:
+                in_time = chance
+                if self._due_in > limit:
+                    behind -= self._due_in - limit  # seconds: those that come then come to stand behind it
+            if behind > 0.0 and in_time > NEVER:
                 before = waits + alone
-                if (before + taken) * sure > limit:  # else it is certain that they are in time
-                    lost += rate * behind * in_time * less_likely(limit, before, before + taken, error, sure)
+                after = before + taken
+                if after * sure > limit:  # else it is certain that they are in time
+                    lost += rate * behind * in_time * less_likely(limit, before, after, error, sure)
             if in_time < 1.0 - NEVER:
                 fewer = less_likely(limit, alone, alone + taken, error, sure)
                 lost += rate * taken * (1.0 - in_time) * LATE_SHARE * fewer
@@ -217,34 +229,6 @@ def _due(prompt: QueuedPrompt, now: float) -> float:
     return prompt.due if prompt.due < math.inf else (now if prompt.at is None else prompt.at) + UNHURRIED
 
 
-def chunk_tokens(worker: Candidate, cost: StepCost, start: int, tpot: float | None) -> int:
-    """Prompt tokens of a step beside what the worker decodes.
-
-    Where sequences run that have a TPOT objective (`tpot` seconds, the request's own, counts too once it decodes
-    there), a step computes as many as the tightest allows (prefill.chunking).
-    """
-    most, rows = worker.status.max_batched_tokens or 512, worker.decode_load
-    if not rows.sequences:
-        return most
-    chunk = max(1, most - rows.new_tokens)
-    tightest = worker.tightest_tpot
-    if tightest is None or (tpot is not None and tpot < tightest):
-        tightest = tpot
-    if tightest is None:
-        return chunk
-    beside = worker.step_seconds if cost is worker.cost else cost.seconds(rows)
-    return cost.paced_chunk(tightest, start, beside, chunk)
-
-
-def prompt_seconds(worker: Candidate, cost: StepCost, start: int, end: int, tpot: float | None) -> float:
-    """Computing positions `start` to `end` of a prompt, beside what the worker decodes; `tpot` as in chunk_tokens."""
-    rows, chunk = worker.decode_load, chunk_tokens(worker, cost, start, tpot)
-    beside = (
-        (worker.step_seconds if cost is worker.cost else cost.seconds(rows)) - cost.fixed if rows.sequences else 0.0
-    )
-    return cost.prompt_seconds(start, end, chunk, beside=beside)
-
-
 def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
     """The mean time between tokens, where a decode step takes `step` seconds and some take `prompt` seconds more.
 
@@ -253,25 +237,6 @@ def token_seconds(worker: Candidate, step: float, prompt: float) -> float:
     """
     share = worker.prompt_share
     return 1.0 / ((1.0 - share) / step + share / (step + prompt)) if share and step else step
-
-
-def pause_seconds(worker: Candidate, cost: StepCost, step: float, tpot: float | None) -> float:
-    """A step of a decode batch, `step` seconds by itself, that computes as much of long prompts as it may.
-
-    `tpot` is the objective of the request that is to decode there.
-    """
-    tightest, full = worker.tightest_tpot, step + cost.added_seconds(0, worker.status.max_batched_tokens or 512)
-    if tightest is None or (tpot is not None and tpot < tightest):
-        tightest = tpot
-    return full if tightest is None else min(full, max(step, cost.pause_seconds(tightest)))
-
-
-def held_seconds(cost: StepCost, alone: float, tpot: float | None) -> float:
-    """The most that a worker's prompts let a token take in the mean, which takes `alone` seconds without them.
-
-    It gives prompts the slack of the objective (`tpot` seconds) in each step, and so never more than that in all.
-    """
-    return math.inf if tpot is None else max(alone, cost.pause_seconds(tpot) / GAP)
 
 
 def after_backlog(token: float, pause: float, backlog: float, tokens: int) -> float:
@@ -283,13 +248,6 @@ def after_backlog(token: float, pause: float, backlog: float, tokens: int) -> fl
         return token
     beside = backlog / pause
     return pause if beside >= tokens else (backlog + (tokens - beside) * token) / tokens
-
-
-def beside_seconds(worker: Candidate, cost: StepCost, tokens: int, tpot: float | None = None) -> float:
-    """What prompts as long as this add to the decode steps that compute some of them too; `tpot` as in chunk_tokens."""
-    if not worker.prompt_share:
-        return 0.0
-    return cost.chunk_seconds(0, min(tokens, chunk_tokens(worker, cost, 0, tpot))) - cost.fixed
 
 
 def step_seconds(worker: Candidate, cost: StepCost, tokens: int, output: int) -> float:
@@ -304,15 +262,15 @@ def rows_seconds(cost: StepCost, rows: int, context: float) -> float:
     return cost.fixed + cost.token * rows + cost.pair * context + cost.sequence * rows + cost.context * context
 
 
-def others_lost(worker: Candidate, cost: StepCost, before: float, after: float) -> float:
+def others_lost(worker: Candidate, steps: PromptSteps, before: float, after: float) -> float:
     """How many of the running sequences are expected to miss their TPOT objective because a request joins them.
 
     Seconds a token before and after, in steps without prompts; they are off by as much as the step cost is. A worker
     gives prompts no more than the objectives leave (prefill.chunking), and what a handoff kept others waiting is over:
     so how far TPOTs have been off is no risk that a request adds to.
     """
-    error, lost = cost.error, 0.0
-    sure = sure_ratio(error)
+    error, sure, lost = steps.cost.error, steps.sure, 0.0
     for objective, count in worker.objectives:
-        lost += count * less_likely(objective, before, after, error, sure)
+        if after * sure > objective or before * sure > objective:  # else it is certain that they keep it
+            lost += count * less_likely(objective, before, after, error, sure)
     return max(0.0, lost)

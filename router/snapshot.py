@@ -21,6 +21,7 @@ from router.link_costs import LinkCosts
 from router.output_lengths import OutputLengths
 from router.placer import Placer
 from router.prefix_index import KEY_BYTES, PrefixIndex
+from router.trust import Ways
 
 MAGIC = b"millrace router 1\n"
 DIGEST = 32  # bytes
@@ -117,7 +118,8 @@ def restore(placer: Placer, data: bytes) -> Restored:
     with _part("lengths of outputs", lost):
         placer.outputs = OutputLengths.from_kept(header["learned"]["outputs"])
     with _part("costs of handoffs", lost):
-        fleet.link_costs = fleet.ways.costs = LinkCosts.from_kept(header["learned"]["links"])
+        fleet.link_costs = LinkCosts.from_kept(header["learned"]["links"])
+        fleet.ways = Ways(fleet.trust, fleet.link_costs)
     if isinstance(policy, Goodput):
         with _part("calibration", lost):
             if (kept := header["learned"]["calibration"]) is not None:

@@ -114,7 +114,7 @@ class Ways:
 
     def __init__(self, trust: Trust, costs: LinkCosts):
         self.trust = trust
-        self.costs = costs
+        self.seconds = costs.seconds  # each choice asks for dozens
 
     @property
     def untroubled(self) -> bool:
@@ -122,6 +122,3 @@ class Ways:
 
     def allows(self, prefill: str, decode: str, now: float) -> bool:
         return self.trust.untroubled or self.trust.allows(prefill, decode, now)
-
-    def seconds(self, prefill: str, decode: str, tokens: int) -> float:
-        return self.costs.seconds(prefill, decode, tokens)

@@ -92,7 +92,9 @@ def densest(counted: Sequence[tuple[float, float]], share: float = MOST) -> floa
 
 
 def _beyond_noise(difference: float) -> float:
-    return math.copysign(max(0.0, abs(difference) - NOISE), difference)
+    if difference > NOISE:
+        return difference - NOISE
+    return difference + NOISE if difference < -NOISE else 0.0
 
 
 def _kind(beside: int) -> int:

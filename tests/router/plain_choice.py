@@ -21,15 +21,13 @@ from router.predict import (
     Prediction,
     after_backlog,
     backlog_seconds,
-    chunk_tokens,
-    held_seconds,
     objectives_used,
-    pause_seconds,
     token_seconds,
     typical,
 )
 from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
 from tests.router.plain_queue import queue_seconds, queued_lost
+from tests.router.plain_steps import chunk_tokens, held_seconds, pause_seconds
 
 
 @dataclass(frozen=True)

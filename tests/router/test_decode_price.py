@@ -14,6 +14,7 @@ from router.calibration import Calibration, Drift
 from router.candidate import Candidate
 from router.decode_price import prompts_slowed
 from router.goodput import Goodput
+from router.prompt_steps import PromptSteps
 from router.registry import believable
 from serving.messages import Role
 from serving.step_cost import StepCost
@@ -31,7 +32,7 @@ def busy(name: str, rows: int, *kinds: Arrivals, role: Role = Role.MIXED) -> Can
 
 
 def price(there: Candidate, lasts: float = 2.0, tpot: float | None = 0.1) -> float:
-    return prompts_slowed(there, COST, TEXT, lasts, tpot, Drift(), 0.0)
+    return prompts_slowed(there, PromptSteps(there, COST, tpot), TEXT, lasts, Drift(), 0.0)
 
 
 @given(

@@ -13,17 +13,10 @@ from hypothesis import strategies as st
 from prefill import ordering
 from router.arrivals import Arrivals
 from router.calibration import Drift
-from router.candidate import AGE, STEP, UNHURRIED, QueuedPrompt
+from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
 from router.chances import within
-from router.predict import (
-    LATE_SHARE,
-    _level,
-    after_backlog,
-    backlog_seconds,
-    held_seconds,
-    others_lost,
-    prompt_seconds,
-)
+from router.predict import LATE_SHARE, _level, after_backlog, backlog_seconds, others_lost
+from router.prompt_steps import PromptSteps, prompt_steps
 from serving.engine import ageing
 from serving.messages import Role
 from serving.step_cost import StepCost, StepLoad, pairs
@@ -66,6 +59,10 @@ def test_pairs_are_counted_one_by_one(start: int, count: int) -> None:
     assert pairs(start, count) == sum(start + i for i in range(1, count + 1))
 
 
+def prompt_seconds(there: Candidate, tokens: int, tpot: float | None) -> float:
+    return PromptSteps(there, COST, tpot).prompt_seconds(0, tokens)
+
+
 def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
     assert within(1.0, 1.0, 0.3) == pytest.approx(0.5)
     assert within(2.0, 1.0, 0.3) > 0.95 > within(1.2, 1.0, 0.3) > 0.5
@@ -76,22 +73,22 @@ def test_chances_are_even_at_the_limit_and_grow_with_it() -> None:
 @given(st.integers(0, 40), st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.sampled_from(Role))
 def test_no_more_are_lost_than_run(rows: int, before: float, added: float, role: Role) -> None:
     there = worker("w", role, rows=rows)
-    assert 0.0 <= others_lost(there, COST, before, before + added) <= rows
+    assert 0.0 <= others_lost(there, prompt_steps(there, COST, None), before, before + added) <= rows
 
 
 @pytest.mark.parametrize("role", [Role.MIXED, Role.DECODE])
 def test_what_makes_steps_too_long_breaks_those_that_decode_there(role: Role) -> None:
     """Objectives are 100 ms. A step that is too long by itself is a risk, a little more of a short one is none."""
     there = worker("w", role, rows=10)
-    assert others_lost(there, COST, 0.02, 0.021) == pytest.approx(0.0, abs=1e-4)
-    assert others_lost(there, COST, 0.02, 0.3) > 5.0
+    assert others_lost(there, prompt_steps(there, COST, None), 0.02, 0.021) == pytest.approx(0.0, abs=1e-4)
+    assert others_lost(there, prompt_steps(there, COST, None), 0.02, 0.3) > 5.0
 
 
 def test_prompts_go_slower_beside_decodes_whose_objectives_are_tight() -> None:
     idle, busy = worker("i"), worker("b", rows=20)
-    assert prompt_seconds(idle, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, None)
-    assert prompt_seconds(busy, COST, 0, 1000, None) < prompt_seconds(busy, COST, 0, 1000, 0.03)
-    assert prompt_seconds(idle, COST, 0, 1000, 0.03) == prompt_seconds(idle, COST, 0, 1000, None)
+    assert prompt_seconds(idle, 1000, None) < prompt_seconds(busy, 1000, None)
+    assert prompt_seconds(busy, 1000, None) < prompt_seconds(busy, 1000, 0.03)
+    assert prompt_seconds(idle, 1000, 0.03) == prompt_seconds(idle, 1000, None)
 
 
 @given(st.floats(1e-3, 0.1), st.floats(1e-3, 0.5), st.floats(0.0, 20.0), st.integers(1, 300))
@@ -128,7 +125,7 @@ def test_a_prompt_beside_decodes_goes_in_steps_as_long_as_workers_make_them(rows
         chunk = StepLoad.of(at, min(fits, 2000 - at))
         seconds += COST.seconds(busy.decode_load + chunk)
         at += chunk.new_tokens
-    assert prompt_seconds(busy, COST, 0, 2000, None) == pytest.approx(seconds, rel=0.05)
+    assert prompt_seconds(busy, 2000, None) == pytest.approx(seconds, rel=0.05)
 
 
 def test_what_will_be_late_in_any_case_is_passed() -> None:
@@ -290,8 +287,9 @@ def test_a_long_prompt_goes_to_a_worker_that_is_idle_between_urgent_ones() -> No
 
 def test_prompts_hold_back_no_token_beyond_its_objective_in_the_mean() -> None:
     """However many tokens a step brings: its slack is theirs."""
-    assert held_seconds(COST, 0.01, 0.05) <= 0.05 and held_seconds(COST, 0.08, 0.05) == 0.08
-    assert held_seconds(COST, 0.01, None) == math.inf
+    held = PromptSteps(worker("w"), COST, 0.05).held_seconds
+    assert held(0.01) <= 0.05 and held(0.08) == 0.08
+    assert PromptSteps(worker("w"), COST, None).held_seconds(0.01) == math.inf
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.floats(0, 1))
