@@ -27,12 +27,12 @@ from router.predict import (
     step_seconds,
     token_seconds,
 )
-from router.prompt_steps import prompt_steps
+from router.prompt_steps import PromptSteps, prompt_steps
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost
 
-SHORTLIST = 4  # workers of each kind whose placements are predicted,
-MIXED = 8  # and of mixed ones: how long their queues are is known only then
+SHORTLIST = 4  # workers of each kind whose placements are predicted
+MIXED = 8  # mixed ones from whose queues these are chosen: which prompts it would pass is looked at only there
 DISPLACED = 3.0  # times that KV counts which a copy displaces: who looks for it makes copies elsewhere
 MOST_DISPLACED = 2.0  # times a request's weight that a copy counts at most, at each worker that it comes to
 
@@ -135,15 +135,15 @@ class PlacementSearch:
         slo = demand.slo
         self._objectives = (slo.ttft_ms, slo.tpot_ms) if slo.ttft_ms and slo.tpot_ms else None  # as in objectives_used
         self.apart = calibration.apart(demand.texts)
-        self._firsts: dict[str, FirstToken] = {}  # by instance: of prompts whose decode is elsewhere
-        self._columns = columns or KeptColumns()
-        self._prefills = self._columns.of(view.prefill)
-        self._fed: dict[tuple[str, bool], list[FirstToken]] = {}  # prompts for decodes elsewhere, by kind
+        kept = columns or KeptColumns()
+        self._prefills, self._decoders = kept.of(view.prefill), kept.of(view.decode)
+        self._fed: dict[tuple[str, bool], list[Candidate]] = {}  # who computes prompts for decodes elsewhere, by kind
         self._context = demand.tokens + self.output / 2  # tokens, in the mean while it decodes
         places = self._prefills.places
         self._known = max((tokens for each, tokens in demand.cached.items() if each in places), default=0)
         self._queues: dict[str, QueuePlace] = {}  # by instance
         self._holder = self._first_holder()  # a shortlist goes by time alone: a copy may cost more than a queue
+        self._untroubled = view.links.untroubled
         self._choice = False  # prompts and decodes can be given to different workers
 
     def placements(self) -> list[Scored]:
@@ -153,26 +153,45 @@ class PlacementSearch:
         """
         view, found = self.view, list[Scored]()
         if not view.decode:
-            return [self._alone(self._elsewhere(worker)) for worker in self._quickest()]
+            return [self._alone(first) for first in self._first_tokens(self._quickest(), None)]
         split, mixed = self._decodes()
+        if len(mixed) > SHORTLIST:
+            mixed = self._soonest(mixed)
         if (holder := self._holder) is not None and holder not in mixed and self._could_decode(holder):
             mixed = [*mixed, holder]
         # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
         self._choice = bool(split) or not self._prefills.all_decode
-        quickest = self._quickest() if self._choice else []
-        for decode in (*split, *mixed):
-            self._pair(self._firsts_for(decode, quickest), self._further(decode), found)
+        quickest, decodes = self._quickest() if self._choice else [], [*split, *mixed]
+        owning = [decode for decode in decodes if decode.prefills and self._prefills.holds(decode)]
+        own = dict(zip([worker.instance for worker in owning], self._first_tokens(owning, self.tpot), strict=True))
+        apart = [self._apart_from(decode, quickest, decode.instance in own) for decode in decodes]
+        others = {worker.instance: worker for workers in apart for worker in workers}
+        elsewhere = dict(zip(others, self._first_tokens([*others.values()], None), strict=True))
+        for further, workers in zip(self._further_tokens(decodes), apart, strict=True):
+            firsts = [elsewhere[worker.instance] for worker in workers]
+            if (first := own.get(further.worker.instance)) is not None:
+                firsts.append(first)
+            self._pair(firsts, further, found)
         return found
 
     def _decodes(self) -> tuple[list[Candidate], list[Candidate]]:
         """Those shortlisted: of workers that only decode, and of mixed ones."""
-        demand, workers, costs, now = self.demand, self.view.decode, self.costs, self.now
-        columns = self._columns.of(workers)
+        demand, workers, costs, now, columns = self.demand, self.view.decode, self.costs, self.now, self._decoders
         if columns.known and columns.roomy(demand):
             return columns.steps(SHORTLIST), columns.texts(demand, now, MIXED)
         able = roomy(demand, workers)
         split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
         return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, MIXED)
+
+    def _soonest(self, mixed: Sequence[Candidate]) -> list[Candidate]:
+        """Of mixed ones, those that prompt and output are computed by first, now that it is asked whom it passes."""
+        tokens, cached, seconds = self.demand.tokens, self.demand.cached.get, list[float]()
+        for worker in mixed:
+            cost = self.costs.of(worker)
+            steps = prompt_steps(worker, cost, self.tpot)
+            compute = steps.prompt_seconds(cached(worker.instance, 0), tokens)
+            seconds.append(self._place(worker, cost).queue_seconds(compute) + compute + self.output * steps.decode)
+        return [mixed[number] for number in sorted(range(len(mixed)), key=seconds.__getitem__)[:SHORTLIST]]
 
     def _quickest(self) -> list[Candidate]:
         demand, columns, now, holder = self.demand, self._prefills, self.now, self._holder
@@ -195,53 +214,44 @@ class PlacementSearch:
 
     def _could_decode(self, worker: Candidate) -> bool:
         """True for a mixed one of the view with room for the whole text."""
-        decodes = worker.decodes and self._columns.of(self.view.decode).holds(worker)
-        return decodes and worker.load < 1.0 and self.demand.tokens < worker.device_tokens
+        return self._decoders.holds(worker) and worker.load < 1.0 and self.demand.tokens < worker.device_tokens
 
-    def _firsts_for(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
-        """The quickest prefills for a decode by this worker: its own where it prefills too, and some others."""
-        found = self._apart_from(decode, quickest) if quickest else []
-        if decode.prefills and self._prefills.holds(decode):
-            found.append(self._first(decode, self.tpot))
-        if found:
-            return found
-        return [self._elsewhere(worker) for worker in self.view.prefills_for(decode, self.now)[:SHORTLIST]]
+    def _apart_from(self, decode: Candidate, quickest: Sequence[Candidate], has_own: bool) -> Sequence[Candidate]:
+        """Other workers that may compute the prompt for a decode by this one: the quickest, else any if it may not.
 
-    def _apart_from(self, decode: Candidate, quickest: Sequence[Candidate]) -> list[FirstToken]:
-        """Those at other workers. Where no way is barred they are the same for all decodes of a kind."""
+        Where no way is barred they are the same for all decodes of a kind.
+        """
         both, generation, links = decode.prefills, decode.generation, self.view.links
-        shared = links.untroubled and (both or not self._prefills.holds(decode))
+        shared = self._untroubled and (both or not self._prefills.holds(decode))
         found = self._fed.get((generation, both)) if shared else None
         if found is None:
-            found = []
-            for worker in quickest:
-                if worker is decode or worker.generation != generation or (both and worker.decodes):
-                    continue
-                if shared or links.allows(worker.instance, decode.instance, self.now):
-                    found.append(self._elsewhere(worker))
-                    if len(found) == SHORTLIST:
-                        break
+            found = [
+                worker
+                for worker in quickest
+                if worker is not decode
+                and worker.generation == generation
+                and not (both and worker.decodes)
+                and (shared or links.allows(worker.instance, decode.instance, self.now))
+            ][:SHORTLIST]
             if shared:
                 self._fed[generation, both] = found
-        return found.copy()
+        return found if found or has_own else self.view.prefills_for(decode, self.now)[:SHORTLIST]
 
-    # ---- what is predicted -----------------------------------------------------------------------------------------
+    # ---- what is predicted: one kind of number for all workers, then the next. The interpreter takes a third less time
+    # for what it has just done than for one worker after the other.
 
-    def _elsewhere(self, worker: Candidate) -> FirstToken:
-        """The prompt at this worker for a decode elsewhere, or for none: the same for all of these."""
-        found = self._firsts.get(worker.instance)
-        if found is None:
-            found = self._firsts[worker.instance] = self._first(worker, None)
-        return found
+    def _first_tokens(self, workers: Sequence[Candidate], tpot: float | None) -> list[FirstToken]:
+        """The prompt at each; `tpot` is its objective where it decodes there too, which holds prompts back."""
+        costs = [self.costs.of(worker) for worker in workers]
+        places = [self._place(worker, cost) for worker, cost in zip(workers, costs, strict=True)]
+        return [self._first(place, cost, tpot) for place, cost in zip(places, costs, strict=True)]
 
-    def _first(self, worker: Candidate, tpot: float | None) -> FirstToken:
-        """The prompt at this worker; `tpot` is its objective where it decodes there too, which holds prompts back."""
-        demand, cost = self.demand, self.costs.of(worker)
-        steps = prompt_steps(worker, cost, tpot)
+    def _first(self, place: QueuePlace, cost: StepCost, tpot: float | None) -> FirstToken:
+        worker, demand, drift = place.worker, self.demand, place.drift
+        steps, left = prompt_steps(worker, cost, tpot), demand.first_token_in
         compute = steps.prompt_seconds(demand.cached.get(worker.instance, 0), demand.tokens)
-        place = self._place(worker, cost)
-        queue, drift = place.queue_seconds(compute), place.drift
-        ttft, error, left = (queue + compute) * drift.factor, drift.error, demand.first_token_in
+        queue, error = place.queue_seconds(compute), drift.error
+        ttft = (queue + compute) * drift.factor
         chance = 1.0 if left is None else within(left, ttft, error)
         lost, displaced = place.lost(compute, queue, chance), self._displaced(place, cost)
         return FirstToken(worker, queue, compute, ttft, error, chance, lost, displaced)
@@ -271,28 +281,36 @@ class PlacementSearch:
             place.displaced = found
         return found
 
-    def _further(self, worker: Candidate) -> FurtherTokens:
-        """A decode at this worker, beside the prompts it computes."""
-        tokens, cost, tpot, instance = self.demand.tokens, self.costs.of(worker), self.tpot, worker.instance
-        steps, step = prompt_steps(worker, cost, tpot), step_seconds(worker, cost, tokens, self.output)
+    def _further_tokens(self, workers: Sequence[Candidate]) -> list[FurtherTokens]:
+        """A decode at each, beside the prompts it computes."""
+        tokens, output, tpot, now = self.demand.tokens, self.output, self.tpot, self.now
+        costs = [self.costs.of(worker) for worker in workers]
+        steps = [prompt_steps(worker, cost, tpot) for worker, cost in zip(workers, costs, strict=True)]
+        taken = [step_seconds(worker, cost, tokens, output) for worker, cost in zip(workers, costs, strict=True)]
+        found = [self._decoding(*each) for each in zip(workers, steps, taken, strict=True)]
+        for further, each, cost in zip(found, steps, costs, strict=True):
+            worker = further.worker
+            if worker.prefills and self._choice:
+                place, lasts = self._place(worker, cost), output * further.token
+                further.lost += prompts_slowed(worker, each, self._context, lasts, place.drift, now)
+                further.displaced = self._displaced(place, cost)
+        return found
+
+    def _decoding(self, worker: Candidate, steps: PromptSteps, step: float) -> FurtherTokens:
+        """A decode at one, in steps of `step` seconds; not yet what prompts lose by it."""
+        cost, instance, both = steps.cost, worker.instance, worker.prefills
         each = usual = self.calibration.tokens_a_step(instance)
         if self.apart:
             each = self.calibration.tokens_a_step(instance, self.apart)
-        mean = token_seconds(worker, step, steps.beside_seconds(tokens)) if worker.prompt_share else step
-        held = steps.held_seconds(step / each) if worker.prefills else inf
+        mean = token_seconds(worker, step, steps.beside_seconds(self.demand.tokens)) if worker.prompt_share else step
+        held = steps.held_seconds(step / each) if both else inf
         token, left = min(held, mean / each), backlog_seconds(worker, cost, self.now)
         pause = steps.pause_seconds(step) / each if left else 0.0
-        drift = self.calibration.further(instance, both=worker.prefills)
+        drift = self.calibration.further(instance, both=both)
         lost = others_lost(worker, steps, steps.decode / usual, step / usual)
+        alone, risk, sure = (step / each, cost.error, steps.sure) if both else (None, drift.error, drift.sure)
         factor, error = drift.factor, drift.error
-        alone, risk, sure, displaced = None, error, drift.sure, 0.0
-        if worker.prefills:
-            alone, risk, sure = step / each, cost.error, steps.sure
-            if self._choice:
-                place, lasts = self._place(worker, cost), self.output * token
-                lost += prompts_slowed(worker, steps, self._context, lasts, place.drift, self.now)
-                displaced = self._displaced(place, cost)
-        return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost, displaced)
+        return FurtherTokens(worker, step, token, pause, left, held, factor, error, alone, risk, sure, lost, 0.0)
 
     def _alone(self, first: FirstToken) -> Scored:
         """A request that needs no decode."""

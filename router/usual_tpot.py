@@ -50,7 +50,9 @@ class UsualTpot:
         if not latest or not 0.0 < predicted < math.inf:
             return predicted
         at = math.log(predicted)
-        near = [observed + _beyond_noise(at - told) for observed, told in reversed(latest) if abs(at - told) <= NEAR]
+        near = [
+            observed + _beyond_noise(at - told) for observed, told in reversed(latest) if -NEAR <= at - told <= NEAR
+        ]
         return math.exp(densest([*zip(near, _BY_AGE, strict=False), (at, 1.0)])) if near else predicted
 
     def kept(self) -> dict[str, list[tuple[float, float]]]:

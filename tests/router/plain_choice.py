@@ -121,7 +121,13 @@ class PlainChoice:
             return self.first_roughly(worker) + demand.output * self.step(worker)
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
+
+        def soonest(worker: Candidate) -> float:
+            queue, compute, *_ = self.first(worker, self.tpot)
+            return queue + compute + self.output * self.step(worker)
+
         mixed = sorted((worker for worker in able if worker.prefills), key=text)[:MIXED]
+        mixed = sorted(mixed, key=soonest)[:SHORTLIST] if len(mixed) > SHORTLIST else mixed
         roomy = holder is not None and holder.load < 1.0 and demand.tokens < holder.device_tokens
         if holder is not None and roomy and holder.decodes and holder in view.decode and holder not in mixed:
             mixed.append(holder)
