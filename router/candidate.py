@@ -71,8 +71,8 @@ class Candidate:
     decoded over the last seconds, the others waiting for their prompts. `arrivals` are prompts like those whose first
     tokens have lately come from it in time.
 
-    It is never changed. Every choice reads hundreds of these, few of which are new: so what follows is computed at
-    once, and kept in slots.
+    It is never changed but by keeping what was once computed of it. Every choice reads hundreds of these, few of which
+    are new: so what follows is computed at once, and kept in slots.
     """
 
     status: WorkerStatus

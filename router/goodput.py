@@ -16,7 +16,7 @@ from typing import ClassVar
 from router.calibration import Calibration
 from router.candidate import Candidate
 from router.columns import KeptColumns
-from router.placements import PlacementSearch, PredictedPlacement
+from router.placements import PlacementSearch, PredictedPlacement, told
 from router.policy import Decision, Demand, FleetView, PrefixAware
 from router.predict import KnownCosts
 
@@ -51,10 +51,10 @@ class Goodput:
         tied = [placed for placed in near if placed[1] <= most]
         best = min(tied, key=lambda placed: PredictedPlacement(*placed).spread(demand)) if len(tied) > 1 else tied[0]
         chosen = PredictedPlacement(*best)
-        others = [PredictedPlacement(*placed) for placed in placements[:KEPT] if placed is not best]
         reason = "slo" if len(near) < len(placements) else "tie" if len(tied) > 1 else "quickest"
         due_in = demand.first_token_in if demand.first_token_in is not None and demand.build is None else inf
-        considered = tuple([placed.told(search.urgency, due_in) for placed in (chosen, *others[: KEPT - 1])])
+        others = [placed for placed in placements[:KEPT] if placed is not best][: KEPT - 1]
+        considered = tuple([told(placed, search.urgency, due_in) for placed in (best, *others)])
         predicted, decode = considered[0].predicted, chosen.decode
         if predicted is not None and decode is not None:
             beside, both = decode.held_leases, decode.prefills

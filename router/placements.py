@@ -31,8 +31,8 @@ from router.prompt_steps import PromptSteps, prompt_steps
 from router.shortlist import quickest_prompts, quickest_steps, quickest_texts, roomy
 from serving.step_cost import StepCost
 
-SHORTLIST = 4  # workers of each kind whose placements are predicted
-MIXED = 8  # mixed ones from whose queues these are chosen: which prompts it would pass is looked at only there
+SHORTLIST = 4  # workers of each kind whose placements are predicted,
+MIXED = 8  # and of mixed ones: how long their queues are is known only then
 DISPLACED = 3.0  # times that KV counts which a copy displaces: who looks for it makes copies elsewhere
 MOST_DISPLACED = 2.0  # times a request's weight that a copy counts at most, at each worker that it comes to
 
@@ -79,7 +79,7 @@ class PredictedPlacement(NamedTuple):
     """
 
     behind: float  # minus the score
-    used: float  # of its objectives, or seconds (objectives_used)
+    used: float  # of both its objectives, 1 for all of one; seconds to the last token where one is not stated
     first: FirstToken
     further: FurtherTokens | None
     transfer: float
@@ -94,20 +94,21 @@ class PredictedPlacement(NamedTuple):
     def decode(self) -> Candidate | None:
         return self.further.worker if self.further is not None else None
 
-    def told(self, urgency: int, due_in: float) -> Considered:
-        behind, _, first, further, transfer, token, tpot = self
-        decode, step, error = "", 0.0, LEAST_ERROR
-        if further is not None:
-            decode, step, error = further.worker.status.name, further.step, further.error
-        raw = first.queue, first.compute, transfer, step, token, first.ttft, tpot, first.error, error, urgency, due_in
-        return Considered(first.worker.status.name, decode, Prediction(*raw), -behind)
-
     def spread(self, demand: Demand) -> tuple[int, int]:
         """Orders near ties, for each request otherwise."""
         return spread(demand, self.decode) if self.decode is not None else 0, spread(demand, self.prefill)
 
 
 Scored = tuple[float, float, FirstToken, FurtherTokens | None, float, float, float]
+
+
+def told(placed: Scored, urgency: int, due_in: float) -> Considered:
+    behind, _, first, further, transfer, token, tpot = placed
+    decode, step, error = "", 0.0, LEAST_ERROR
+    if further is not None:
+        decode, step, error = further.worker.status.name, further.step, further.error
+    raw = first.queue, first.compute, transfer, step, token, first.ttft, tpot, first.error, error, urgency, due_in
+    return Considered(first.worker.status.name, decode, Prediction(*raw), -behind)
 
 
 class PlacementSearch:
@@ -132,8 +133,9 @@ class PlacementSearch:
         self.urgency = urgency_of(demand.slo)
         self.tpot = demand.slo.tpot_ms / 1e3 if demand.slo.tpot_ms is not None else None
         self.output = max(2, demand.output)
+        # Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
         slo = demand.slo
-        self._objectives = (slo.ttft_ms, slo.tpot_ms) if slo.ttft_ms and slo.tpot_ms else None  # as in objectives_used
+        self._objectives = (slo.ttft_ms, slo.tpot_ms) if slo.ttft_ms and slo.tpot_ms else None
         self.apart = calibration.apart(demand.texts)
         kept = columns or KeptColumns()
         self._prefills, self._decoders = kept.of(view.prefill), kept.of(view.decode)
@@ -155,8 +157,6 @@ class PlacementSearch:
         if not view.decode:
             return [self._alone(first) for first in self._first_tokens(self._quickest(), None)]
         split, mixed = self._decodes()
-        if len(mixed) > SHORTLIST:
-            mixed = self._soonest(mixed)
         if (holder := self._holder) is not None and holder not in mixed and self._could_decode(holder):
             mixed = [*mixed, holder]
         # Two mixed workers compute no prompts for each other: among these alone nobody else's prompts are wanted.
@@ -168,10 +168,8 @@ class PlacementSearch:
         others = {worker.instance: worker for workers in apart for worker in workers}
         elsewhere = dict(zip(others, self._first_tokens([*others.values()], None), strict=True))
         for further, workers in zip(self._further_tokens(decodes), apart, strict=True):
-            firsts = [elsewhere[worker.instance] for worker in workers]
-            if (first := own.get(further.worker.instance)) is not None:
-                firsts.append(first)
-            self._pair(firsts, further, found)
+            firsts, its = [elsewhere[worker.instance] for worker in workers], own.get(further.worker.instance)
+            self._pair(firsts if its is None else [*firsts, its], further, found)
         return found
 
     def _decodes(self) -> tuple[list[Candidate], list[Candidate]]:
@@ -182,16 +180,6 @@ class PlacementSearch:
         able = roomy(demand, workers)
         split = quickest_steps([worker for worker in able if not worker.prefills], costs, SHORTLIST)
         return split, quickest_texts(demand, [worker for worker in able if worker.prefills], costs, now, MIXED)
-
-    def _soonest(self, mixed: Sequence[Candidate]) -> list[Candidate]:
-        """Of mixed ones, those that prompt and output are computed by first, now that it is asked whom it passes."""
-        tokens, cached, seconds = self.demand.tokens, self.demand.cached.get, list[float]()
-        for worker in mixed:
-            cost = self.costs.of(worker)
-            steps = prompt_steps(worker, cost, self.tpot)
-            compute = steps.prompt_seconds(cached(worker.instance, 0), tokens)
-            seconds.append(self._place(worker, cost).queue_seconds(compute) + compute + self.output * steps.decode)
-        return [mixed[number] for number in sorted(range(len(mixed)), key=seconds.__getitem__)[:SHORTLIST]]
 
     def _quickest(self) -> list[Candidate]:
         demand, columns, now, holder = self.demand, self._prefills, self.now, self._holder

@@ -17,7 +17,7 @@ from router.calibration import Drift
 from router.candidate import AGE, STEP, UNHURRIED, Candidate, QueuedPrompt
 from router.chances import LEAST_ERROR, less_likely
 from router.prompt_steps import PromptSteps
-from serving.messages import Role, Slo
+from serving.messages import Role
 from serving.step_cost import StepCost
 
 NEVER = 0.01  # a chance that is not worth computing with
@@ -49,16 +49,6 @@ class Prediction:
     urgency: int = 0
     due_in: float = math.inf
     usual_tpot: float | None = None
-
-
-def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
-    """How much of both objectives it takes, 1 for all of one; seconds to the last token where one is not stated.
-
-    Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
-    """
-    if slo.ttft_ms and slo.tpot_ms:
-        return 1e3 * (ttft / slo.ttft_ms + tpot / slo.tpot_ms)
-    return ttft + tpot * max(0, output - 1)
 
 
 class KnownCosts:

@@ -1,7 +1,7 @@
 """The steps in which a worker computes prompts beside what it decodes: what its objectives let them have and take.
 
-Pure arithmetic, of one worker and the TPOT objective of one request more. It is the same until the worker's next
-heartbeat, however many requests ask, and is kept at the candidate: a choice asks for dozens of them.
+Pure arithmetic, of one worker and the TPOT objective of one request more. It is the same until the worker changes,
+however many requests ask, and is kept at the candidate: a choice asks for dozens, and few workers change between two.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def prompt_steps(worker: Candidate, cost: StepCost, tpot: float | None) -> Promp
     if found is None or found.cost is not cost:
         found = PromptSteps(worker, cost, tpot)
         if cost is worker.cost:
-            if len(kept) == MOST_KEPT:
+            if len(kept) >= MOST_KEPT:
                 kept.clear()
             kept[tpot] = found
     return found

@@ -79,7 +79,7 @@ def densest(counted: Sequence[tuple[float, float]], share: float = MOST) -> floa
     `counted` are values and their weights, positive, at least one; `share` is above 0 and at most 1.
     """
     ordered = sorted(counted)
-    weights = [0.0, *accumulate(weight for _, weight in ordered)]
+    weights = [0.0, *accumulate([weight for _, weight in ordered])]
     wanted = share * weights[-1] * (1 - 1e-9)  # a sum of parts may be less than the part of a sum
     last, narrowest, found = 0, math.inf, ordered[0][0]
     for first, (low, _) in enumerate(ordered):

@@ -21,10 +21,10 @@ from router.predict import (
     Prediction,
     after_backlog,
     backlog_seconds,
-    objectives_used,
     token_seconds,
     typical,
 )
+from serving.messages import Slo
 from serving.step_cost import GAP, LEAST_CHUNK, StepCost, StepLoad
 from tests.router.plain_queue import queue_seconds, queued_lost
 from tests.router.plain_steps import chunk_tokens, held_seconds, pause_seconds
@@ -122,12 +122,7 @@ class PlainChoice:
 
         split = sorted((worker for worker in able if not worker.prefills), key=self.step)[:SHORTLIST]
 
-        def soonest(worker: Candidate) -> float:
-            queue, compute, *_ = self.first(worker, self.tpot)
-            return queue + compute + self.output * self.step(worker)
-
         mixed = sorted((worker for worker in able if worker.prefills), key=text)[:MIXED]
-        mixed = sorted(mixed, key=soonest)[:SHORTLIST] if len(mixed) > SHORTLIST else mixed
         roomy = holder is not None and holder.load < 1.0 and demand.tokens < holder.device_tokens
         if holder is not None and roomy and holder.decodes and holder in view.decode and holder not in mixed:
             mixed.append(holder)
@@ -255,6 +250,16 @@ class PlainChoice:
         prompt = QueuedPrompt(*self.demand.turn(self.now), seconds)
         queue = queue_seconds(worker, self.cost(worker), prompt, self.now)
         return min(self.passed(worker, seconds, queue, 1.0), MOST_DISPLACED * self.demand.weight) if seconds else 0.0
+
+
+def objectives_used(slo: Slo, ttft: float, tpot: float, output: int) -> float:
+    """How much of both objectives it takes, 1 for all of one; seconds to the last token where one is not stated.
+
+    Seconds alone would let a queue of a whole TTFT objective pass for a few per cent of a long answer.
+    """
+    if slo.ttft_ms and slo.tpot_ms:
+        return 1e3 * (ttft / slo.ttft_ms + tpot / slo.tpot_ms)
+    return ttft + tpot * max(0, output - 1)
 
 
 def factor_of(drift: Drift) -> float:

@@ -52,6 +52,7 @@ def a_worker(draw: random.Random, number: int, roles: tuple[Role, ...]) -> Candi
         step_cost=None if draw.random() < 0.1 else cost,
         waiting_seconds=waits,
         waiting_tokens=int(waits * 1e4),
+        waiting=draw.choice((0, 5)),
         running=rows,
         leases=rows,
         context_tokens=500 * rows,

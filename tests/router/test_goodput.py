@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from router.calibration import Calibration, urgency_of
 from router.candidate import Dispatched, QueuedPrompt
 from router.goodput import Goodput
-from router.predict import KnownCosts, Prediction, backlog_seconds, objectives_used
+from router.predict import KnownCosts, Prediction, backlog_seconds
 from serving.messages import TPOT_BINS_MS, Role, Slo
 from serving.step_cost import StepCost, StepLoad
 from tests.router.conftest import World, expected, wanted
 from tests.router.costed import COST, choose, queue_seconds, queued_lost, wanting, worker
+from tests.router.plain_choice import objectives_used
 from tests.router.scripted import lease_view
 
 # ---- choices -------------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ def test_a_worker_keeps_those_of_its_own_cost_by_objective() -> None:
 def test_a_guess_is_not_kept_for_the_next_who_may_guess_otherwise() -> None:
     there, guess = worker("w", rows=3), replace(COST, fixed=1.0)
     assert prompt_steps(there, guess, 0.05) is not prompt_steps(there, guess, 0.05)
-    assert prompt_steps(there, guess, 0.05).cost is guess
-    assert prompt_steps(there, COST, 0.05).cost is COST
+    for cost in (COST, guess, COST):
+        assert prompt_steps(there, cost, 0.05).cost is cost
 
 
 def test_no_more_are_kept_than_a_few_however_many_objectives_requests_state() -> None:
