@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from router.arrivals import Arrivals
-from router.candidate import Candidate
+from router.candidate import Candidate, QueuedPrompt
+from router.goodput import Goodput
 from router.policy import Demand
 from router.request_state import RequestState
 from router.worth import worth
@@ -17,6 +18,8 @@ from serving.messages import Role
 from serving.service_class import ServiceClass
 from tests.router.conftest import wanted
 from tests.router.costed import choose, wanting, worker
+from tests.router.plain_choice import plain_choice
+from tests.router.scripted import lease_view
 
 ALIKE = Arrivals(0, 1.5, 0.1, 2.0)  # prompts of 0.1 s that have a second and a half, two a second
 
@@ -127,3 +130,15 @@ def test_who_is_late_where_others_lose_least_is_shed_or_degraded(waiting: float)
     assert not worth(ServiceClass(name="d", degrade=True), state, demand, decision) and state.degraded
     with pytest.raises(Overloaded):
         worth(ServiceClass(name="s", shed=True), RequestState(request=wanted(max_tokens=64)), demand, decision)
+
+
+def test_a_copy_stands_behind_what_other_routers_have_sent_as_far_as_its_own_time_tells() -> None:
+    """Strangers' prompts are due as this router's are: the copy, which takes longer, waits for more of them."""
+    soon, later = QueuedPrompt(0, 0.9, 0.2), QueuedPrompt(0, 5.0, 0.2)
+    busy = worker("o", waiting_seconds=1.2, waiting=9, queued=[soon, later])
+    busy = replace(busy, arrivals=(ALIKE, ALIKE._replace(limit=4.0)))
+    assert busy.strangers
+    demand = wanting(tokens=300, ttft=2.0, cached={"h-life": 250})
+    holder, policy = wanted_there("h", waits=1.0), Goodput()
+    view = lease_view(demand, (holder, busy))
+    assert policy.choose(demand, view, 0.0) == plain_choice(policy.calibration, demand, view, 0.0)
