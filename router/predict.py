@@ -169,7 +169,7 @@ class QueuePlace:
         return lost + self.newcomers_lost(compute, queue, chance) if self.worker.arrivals else lost
 
     def queued_lost(self, compute: float) -> float:
-        """Of the prompts that wait, those that it passes."""
+        """Of the prompts that wait, those that are expected to miss it as this one passes them."""
         drift, lost = self.drift, 0.0
         error, sure, added = drift.error, drift.sure, drift.factor * compute
         for left, ends in self._behind:
