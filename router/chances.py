@@ -41,7 +41,7 @@ def less_likely(limit: float, before: float, after: float, error: float, sure: f
         return 0.0
     if before > 0.0 and after > 0.0 and limit > 0.0:
         first, then = limit / before, limit / after
-        if first > 0.0 and then > 0.0:  # `within` twice, at less than half its time
+        if first > 0.0 and then > 0.0:  # `within` twice, without its calls
             scale = (error if error > LEAST_ERROR else LEAST_ERROR) * _ROOT_2
             return 0.5 * (1.0 + erf(log(first) / scale)) - 0.5 * (1.0 + erf(log(then) / scale))
     return within(limit, before, error) - within(limit, after, error)

@@ -261,6 +261,5 @@ def others_lost(worker: Candidate, steps: PromptSteps, before: float, after: flo
     """
     error, sure, lost = steps.cost.error, steps.sure, 0.0
     for objective, count in worker.objectives:
-        if after * sure > objective or before * sure > objective:  # else it is certain that they keep it
-            lost += count * less_likely(objective, before, after, error, sure)
+        lost += count * less_likely(objective, before, after, error, sure)
     return max(0.0, lost)
