@@ -40,6 +40,8 @@ class MachineLimits:
 
 def screened_rows(form: str) -> int:
     """The most rows whose best tokens kernels of `form` find by a screen, as in screen.h."""
+    if form == "avx512_amx":
+        return 64
     return 8 if form.startswith("avx512") else 4
 
 

@@ -48,10 +48,7 @@ void attend_chunk(const KvPlanes& kv, const AttentionShape& shape, const Item& i
     find_chunk(kv, item, chunk, s.chunk.places);
     s.chunk.coming.count = 0;
     if (coming.item) find_chunk(kv, *coming.item, coming.chunk, s.chunk.coming);
-    if (few_rows(kv, item, rows)) {
-        const auto attend = kv.kind == KIND_INT8 ? attend_few<true> : attend_few<false>;
-        return attend(kv, shape, item, chunk, s, parts);
-    }
+    if (few_rows(kv, item, rows)) return attend_few_of(kv)(kv, shape, item, chunk, s, parts);
     const long ahead = s.chunk.coming.count;
     const bool in_place = values_in_place(kv, rows);
     const long height = TILED && product_kind(kv) == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS;

@@ -43,7 +43,7 @@ struct Step {
     bool spreads;
     Rows coarse;           // [threads][PARTS R], where the head is screened
     Screened* screened;    // [threads][R]
-    float* highest;        // [R][panels of the head]
+    float* highest;        // [panels of the head][R]
 
     Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
         : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
@@ -340,14 +340,19 @@ struct Step {
         for (long i = 0; i < rows; ++i)  // each thread its own, and waits for nobody
             own[i] = screen_row(reinterpret_cast<const uint16_t*>(a.row(i)), model.hidden, x.row(i * PARTS), x.words,
                                 local[thread].normed);
-        screen_panels(model.screen, x, rows, mine.first, mine.last, count, own, highest);
+        screen_panels(model.screen, x, rows, mine.first, mine.last, own, highest);
         team_barrier(team);
+        float bound[SCREENED_ROWS];
         for (long i = 0; i < rows; ++i) {
-            float bound = own[i].least;
-            for (int t = 0; t < threads; ++t) bound = __builtin_fmaxf(bound, screened[t * rows + i].least);
-            for (long panel = mine.first; panel < mine.last; ++panel)
-                if (!(highest[i * count + panel] < bound))
-                    linear_block(model.head, a, i, i + 1, panel, panel + 1, target);
+            bound[i] = own[i].least;
+            for (int t = 0; t < threads; ++t) bound[i] = __builtin_fmaxf(bound[i], screened[t * rows + i].least);
+        }
+        for (long panel = mine.first; panel < mine.last; ++panel) {
+            const float* const top = highest + panel * rows;
+            long first = 0, last = rows;  // what lies between is multiplied too: the panel is read once for all
+            while (first < last && top[first] < bound[first]) ++first;
+            while (first < last && top[last - 1] < bound[last - 1]) --last;
+            linear_block(model.head, a, first, last, panel, panel + 1, target);
         }
         team_barrier(team);
     }

@@ -96,6 +96,149 @@ INLINE void group_rows(const void* plane, const Places& places, long key, const 
                                                    places.offset[least(key + i, places.count - 1)]);
 }
 
+// What attention of one chunk works with. NARROW: its numbers are int8. DIM: dimensions of a head, or 0 for as many as
+// there are.
+template <bool NARROW, int DIM>
+struct FewRows {
+    const KvPlanes& kv;
+    AttentionScratch& s;
+    UnitsAhead ahead;
+    long rows, heads, keys;  // rows of a head
+
+    FewRows(const KvPlanes& kv, AttentionScratch& s, long rows, long heads)
+        : kv(kv), s(s), ahead(kv, s.chunk.places, s.chunk.coming), rows(rows), heads(heads),
+          keys(s.chunk.places.count) {}
+
+    INLINE long dim() const { return DIM ? DIM : kv.head_dim; }
+    INLINE long words() const { return dim() / 2; }                       // of a head's row as bfloat16
+    INLINE long lines() const { return NARROW ? words() / 2 : words(); }  // of each part of a share
+    INLINE long units(long key) const { return key + UNIT < keys ? UNITS_AT_ONCE : 1; }
+    INLINE const int32_t* queries(long h) const { return s.q + h * rows * words(); }
+    INLINE float* scores(long h, long key) const { return s.scores + h * rows * CHUNK + key; }
+    INLINE const int32_t* weights(long h, long key) const { return s.p + h * rows * CHUNK + key / 2; }
+    INLINE float* sums(long h) const { return s.part + h * rows * dim(); }
+
+    // Lines [first, last) of a share's two parts; of int8 all are fetched as they are widened.
+    INLINE void fetch(const Share& share, long first, long last) const {
+#pragma GCC unroll 16
+        for (long i = first; !NARROW && i < last; ++i)
+            __builtin_prefetch(share.part[i / lines()] + i % lines() * LINE, 0, NEAR);
+    }
+};
+
+// visit(key, head, share, rows, at) for every head of every group of a plane's keys: `rows` lie where the group's do,
+// and the head's numbers begin at byte `at` of each. int8 ones are widened first.
+template <bool NARROW, int DIM, class Visit>
+INLINE void each_group(const FewRows<NARROW, DIM>& w, const void* plane, const char* const* ahead, const Visit& visit) {
+    const int32_t *lie[KEYS_AT_ONCE], *wide[KEYS_AT_ONCE];
+    for (long key = 0; key < w.keys; key += KEYS_AT_ONCE) {
+        group_rows(plane, w.s.chunk.places, key, lie);
+        for (long h = 0; h < w.heads; ++h) {
+            const Share share(ahead + key / UNIT, h, w.heads, w.lines());
+            if (NARROW) widen_rows(w.kv, lie, h, share, w.s.chunk.wide, wide);
+            visit(key, h, share, NARROW ? wide : lie, NARROW ? 0 : h * w.kv.row_bytes);
+        }
+    }
+}
+
+#if defined(__AMX_TILE__)
+// A tile takes what it multiplies from memory, and waits until that is written. So a group's product is computed while
+// the next group is laid out, in another place than the one before it.
+
+// A group's keys across, words from byte `at` of each on; 3 of 4 lines of the share are fetched. Before the last 16 words
+// of the last unit `middle` is called.
+template <bool NARROW, int DIM, class Middle>
+INLINE void lay_keys(const FewRows<NARROW, DIM>& w, const int32_t* const* keys, long units, long at, const Share& share,
+                     int32_t* panel, const Middle& middle) {
+    long line = 0;
+    for (long u = 0; u < units; ++u)
+#pragma GCC unroll 4
+        for (long k = 0; k < w.words(); k += 16) {
+            if (u == units - 1 && k + 16 == w.words()) middle();
+            for (long i = units; i <= UNITS_AT_ONCE; ++i, line += 12) w.fetch(share, line, line + 12);
+            transpose_16(keys + u * UNIT, at / 4 + k, panel + k * PANEL + u * UNIT);
+        }
+}
+
+// A group's values, pairs of them side by side, from byte `at` of each row: room [16][dim]; 3 of 4 lines of the share are
+// fetched. Halfway `middle` is called.
+template <bool NARROW, int DIM, class Middle>
+INLINE void lay_values(const FewRows<NARROW, DIM>& w, const int32_t* const* values, long at, long keys,
+                       const Share& share, int32_t* room, const Middle& middle) {
+    const auto half = [&](long key) {
+        return key < keys ? reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at)
+                          : NO_VALUES;
+    };
+    const long lines = w.dim() * 3 / 4;
+#pragma GCC unroll 16
+    for (long k = 0; k < AMX_WORDS; ++k) {
+        if (k == AMX_WORDS / 2) middle();
+        w.fetch(share, lines * k / AMX_WORDS, lines * (k + 1) / AMX_WORDS);
+        const uint16_t *even = half(2 * k), *odd = half(2 * k + 1);
+#pragma GCC unroll 4
+        for (long d = 0; d < w.dim(); d += PANEL)
+            for (int v = 0; v < NV; ++v)
+                *reinterpret_cast<vi_at*>(room + k * w.dim() + d + v * LANES) = pair_values(even, odd, d, v);
+    }
+}
+
+// A group of one head whose product is still to be computed, and where it is laid out.
+struct Laid {
+    int32_t* room = nullptr;
+    long key = 0, head = 0;
+};
+
+// Scores of all heads' rows over a chunk.
+template <bool NARROW, int DIM>
+INLINE void score_chunk(const FewRows<NARROW, DIM>& w) {
+    Laid last;
+    const auto product = [&](const auto& fetch) __attribute__((always_inline)) {
+        const int32_t* const panel = last.room;
+        amx_products<KIND_BF16, false, 2, false>(
+            w.rows, w.queries(last.head), w.words(), [=](int j) { return panel + j * AMX_COLUMNS; }, PANEL, w.words(),
+            reinterpret_cast<int32_t*>(w.scores(last.head, last.key)), CHUNK, fetch);
+    };
+    each_group(w, w.kv.k, w.ahead.keys, [&](long key, long h, const Share& share, const auto& rows, long at) {
+        int32_t* const room = last.room == w.s.chunk.k ? w.s.chunk.k + PANEL * w.words() : w.s.chunk.k;
+        lay_keys(w, rows, w.units(key), at, share, room, [&]() __attribute__((always_inline)) {
+            const long from = 3 * w.dim() / 4;
+            if (!last.room) return w.fetch(share, from, w.dim());
+            product([&](long k, int i) { w.fetch(share, from + k / 2 + i * 4, from + k / 2 + i * 4 + 4); });
+        });
+        last = {room, key, h};
+    });
+    product([](long, int) {});
+}
+
+// All heads' weights times a chunk's values, added to s.part.
+template <bool NARROW, int DIM>
+INLINE void multiply_chunk(const FewRows<NARROW, DIM>& w) {
+    Laid last;
+    const auto add = [&](auto tiles, long d, const auto& fetch) __attribute__((always_inline)) {
+        const int32_t* const room = last.room + d;
+        amx_products<KIND_BF16, false, tiles(), true>(
+            w.rows, w.weights(last.head, last.key), CHUNK, [=](int j) { return room + j * AMX_COLUMNS; }, w.dim(),
+            AMX_WORDS, reinterpret_cast<int32_t*>(w.sums(last.head)) + d, w.dim(), fetch);
+    };
+    const auto product = [&](const auto& fetch) __attribute__((always_inline)) {
+        long d = 0;
+        for (; d + 2 * PANEL <= w.dim(); d += 2 * PANEL)
+            add(std::integral_constant<int, 4>(), d, [&](long, int i) { fetch(d / 4 + i * 8, 8); });
+        if (d < w.dim()) add(std::integral_constant<int, 2>(), d, [&](long, int i) { fetch(d / 4 + i * 4, 4); });
+    };
+    each_group(w, w.kv.v, w.ahead.values, [&](long key, long h, const Share& share, const auto& rows, long at) {
+        int32_t* const room = last.room == w.s.chunk.v ? w.s.chunk.v + AMX_WORDS * w.dim() : w.s.chunk.v;
+        const long keys = least(KEYS_AT_ONCE, w.keys - key);
+        lay_values(w, rows, at, keys, share, room, [&]() __attribute__((always_inline)) {
+            const long from = 3 * w.dim() / 4;
+            if (!last.room) return w.fetch(share, from, w.dim());
+            product([&](long line, long count) { w.fetch(share, from + line, from + line + count); });
+        });
+        last = {room, key, h};
+    });
+    product([](long, long) {});
+}
+#else
 // Scores of one head's rows over a group of keys, whose words begin at `at`: out [rows][CHUNK]. With FETCHES a line of
 // `share` is fetched for each word, of both parts.
 template <bool FETCHES>
@@ -113,36 +256,6 @@ INLINE void score_group(const int32_t* const* keys, long units, long at, long wo
     tile(q, words, panel, 0, words, ahead, reinterpret_cast<int32_t*>(out), CHUNK);
 }
 
-#if defined(__AMX_TILE__)
-// One head's rows times a group of values, which begin at byte `at` of each row, added to out [rows][dim]. They go side
-// by side to `room` [16][dim] first: a tile takes them from memory.
-template <bool FETCHES>
-INLINE void value_group(const int32_t* p, const int32_t* const* values, long at, long keys, long rows, long dim,
-                        const Share& share, int32_t* room, float* out) {
-    const auto half = [&](long key) {
-        return key < keys ? reinterpret_cast<const uint16_t*>(reinterpret_cast<const char*>(values[key]) + at)
-                          : NO_VALUES;
-    };
-    const long lines = FETCHES ? dim / LANES : 0;
-    for (long k = 0; k < AMX_WORDS; ++k) {
-        const char* const from = share.part[k / UNIT_WORDS] + k % UNIT_WORDS * lines * LINE;
-        for (long line = 0; line < lines; ++line) __builtin_prefetch(from + line * LINE, 0, NEAR);
-        const uint16_t *even = half(2 * k), *odd = half(2 * k + 1);
-        for (long d = 0; d < dim; d += PANEL)
-            for (int v = 0; v < NV; ++v)
-                *reinterpret_cast<vi_at*>(room + k * dim + d + v * LANES) = pair_values(even, odd, d, v);
-    }
-    const auto add = [&](auto tiles, long d) {
-        int32_t* const to = reinterpret_cast<int32_t*>(out) + d;
-        const auto columns = [=](int j) { return room + d + j * AMX_COLUMNS; };
-        const auto nothing = [](long, int) {};
-        amx_products<KIND_BF16, false, tiles(), true>(rows, p, CHUNK, columns, dim, AMX_WORDS, to, dim, nothing);
-    };
-    long d = 0;
-    for (; d + 2 * PANEL <= dim; d += 2 * PANEL) add(std::integral_constant<int, 4>(), d);
-    if (d < dim) add(std::integral_constant<int, 2>(), d);
-}
-#else
 // out[r][0:32 PANELS] += p[r] . values of a group from byte `at` of each row on, for its first `keys` keys. With
 // FETCHES 16 PANELS lines of each part of `share` are fetched, from `line0` on.
 template <bool FETCHES, int ROWS, int PANELS>
@@ -176,7 +289,7 @@ INLINE AddValues pick_add(long rows, std::integer_sequence<int, ROWS_LESS_1...>)
 // One head's rows times a group of values, which begin at byte `at` of each row, added to out [rows][dim].
 template <bool FETCHES>
 INLINE void value_group(const int32_t* p, const int32_t* const* values, long at, long keys, long rows, long dim,
-                        const Share& share, int32_t*, float* out) {
+                        const Share& share, float* out) {
     constexpr auto all = std::make_integer_sequence<int, TILE_ROWS>();
     const bool pairs = rows <= pair_rows(KIND_BF16);
     for (long panel = 0, panels; panel < dim / PANEL; panel += panels) {
@@ -186,48 +299,51 @@ INLINE void value_group(const int32_t* p, const int32_t* const* values, long at,
             reinterpret_cast<int32_t*>(out) + panel * PANEL, dim);
     }
 }
+
+template <bool NARROW, int DIM>
+INLINE void score_chunk(const FewRows<NARROW, DIM>& w) {
+    const Tile tile = tile_for<NARROW ? 0 : 1>(KIND_BF16, w.rows);
+    each_group(w, w.kv.k, w.ahead.keys, [&](long key, long h, const Share& share, const auto& rows, long at) {
+        score_group<!NARROW>(rows, w.units(key), at / 4, w.words(), share, tile, w.queries(h), w.s.chunk.k,
+                             w.scores(h, key));
+    });
+}
+
+template <bool NARROW, int DIM>
+INLINE void multiply_chunk(const FewRows<NARROW, DIM>& w) {
+    each_group(w, w.kv.v, w.ahead.values, [&](long key, long h, const Share& share, const auto& rows, long at) {
+        value_group<!NARROW>(w.weights(h, key), rows, at, least(KEYS_AT_ONCE, w.keys - key), w.rows, w.dim(), share,
+                             w.sums(h));
+    });
+}
 #endif
 
-// One chunk for all heads of an item of few rows; where its keys and those of the coming one lie is in s.chunk. NARROW:
-// they are int8.
-template <bool NARROW>
+// One chunk for all heads of an item of few rows; where its keys and those of the coming one lie is in s.chunk.
+template <bool NARROW, int DIM>
 void attend_few(const KvPlanes& kv, const AttentionShape& shape, const Item& item, long chunk, AttentionScratch& s,
                 const Parts& parts) {
-    const Places& places = s.chunk.places;
-    const long rows = item.segment.tokens * group_of(kv, shape), keys = places.count, heads = item.heads;
-    const long words = words_of(KIND_BF16, kv.head_dim), dim = kv.head_dim, lines = NARROW ? words / 2 : words;
-    const UnitsAhead ahead(kv, places, s.chunk.coming);
-    const Tile tile = tile_for<NARROW ? 0 : 1>(KIND_BF16, rows);
-    const int32_t *lie[KEYS_AT_ONCE], *wide[KEYS_AT_ONCE];
-    const auto head = [&](long h) { return HeadRows{0, rows, h * rows, h * rows}; };
+    const FewRows<NARROW, DIM> w(kv, s, item.segment.tokens * group_of(kv, shape), item.heads);
+    const auto head = [&](long h) { return HeadRows{0, w.rows, h * w.rows, h * w.rows}; };
     if (NARROW) fetch_scales(kv, s.chunk.coming);
-    for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
-        group_rows(kv.k, places, key, lie);
-        for (long h = 0; h < heads; ++h) {
-            const Share share(ahead.keys + key / UNIT, h, heads, lines);
-            if (NARROW) widen_rows(kv, lie, h, share, s.chunk.wide, wide);
-            score_group<!NARROW>(NARROW ? wide : lie, key + UNIT < keys ? 2 : 1, NARROW ? 0 : h * kv.row_bytes / 4,
-                                 words, share, tile, s.q + h * rows * words, s.chunk.k,
-                                 s.scores + h * rows * CHUNK + key);
-        }
-    }
+    score_chunk(w);
     Weights weights[SCORE_ROWS];
-    for (long h = 0; h < heads; ++h) {
-        if (NARROW) take_scales(kv, places, h, s.chunk);
-        weights[h] = weigh_rows(kv, shape, item, head(h), chunk * CHUNK, keys, s);
+    for (long h = 0; h < w.heads; ++h) {
+        if (NARROW) take_scales(kv, s.chunk.places, h, s.chunk);
+        weights[h] = weigh_rows(kv, shape, item, head(h), chunk * CHUNK, w.keys, s);
     }
-    __builtin_memset(s.part, 0, heads * rows * dim * sizeof(float));
-    for (long key = 0; key < keys; key += KEYS_AT_ONCE) {
-        group_rows(kv.v, places, key, lie);
-        const long count = least(KEYS_AT_ONCE, keys - key);
-        for (long h = 0; h < heads; ++h) {
-            const Share share(ahead.values + key / UNIT, h, heads, lines);
-            if (NARROW) widen_rows(kv, lie, h, share, s.chunk.wide, wide);
-            value_group<!NARROW>(s.p + h * rows * CHUNK + key / 2, NARROW ? wide : lie, NARROW ? 0 : h * kv.row_bytes,
-                                 count, rows, dim, share, s.chunk.v, s.part + h * rows * dim);
-        }
-    }
-    for (long h = 0; h < heads; ++h) take_parts(head(h), weights[h], dim, s, parts);
+    __builtin_memset(s.part, 0, w.heads * w.rows * w.dim() * sizeof(float));
+    multiply_chunk(w);
+    for (long h = 0; h < w.heads; ++h) take_parts(head(h), weights[h], w.dim(), s, parts);
+}
+
+typedef void (*AttendFew)(const KvPlanes&, const AttentionShape&, const Item&, long, AttentionScratch&, const Parts&);
+
+// The usual dimensions of a head have loops of their own by AMX, where memory would wait for counting.
+INLINE AttendFew attend_few_of(const KvPlanes& kv) {
+    const bool narrow = kv.kind == KIND_INT8;
+    if (TILED && kv.head_dim == 64) return narrow ? attend_few<true, 64> : attend_few<false, 64>;
+    if (TILED && kv.head_dim == 128) return narrow ? attend_few<true, 128> : attend_few<false, 128>;
+    return narrow ? attend_few<true, 0> : attend_few<false, 0>;
 }
 
 }  // namespace

@@ -156,6 +156,20 @@ INLINE Fetched fetched(const int32_t* next, long words, long t, long tiles, Soon
     return {next + words / FETCH_WORDS * lines * 16 * t, lines};
 }
 
+constexpr long WAITING_TILES = 4;  // of a panel; more multiply for longer than memory takes
+
+// Of what a tile of so many words and rows fetches, the last part, for memory to bring while its rows become outputs: at
+// most a line for each. `tile` has the others then.
+INLINE Fetched leave_some(Fetched& tile, long words, long rows) {
+    const long groups = words / FETCH_WORDS, less = groups ? least(rows / groups, tile.lines) : 0;
+    tile.lines -= less;
+    return {tile.from + groups * tile.lines * 16, groups * less};
+}
+
+INLINE void fetch_all(const Fetched& rest) {
+    for (long line = 0; line < rest.lines; ++line) __builtin_prefetch(rest.from + line * 16, 0, 2);
+}
+
 // Rows [row0, row1) of A against panels [panel0, panel1). The rows are cut into tiles of nearly equal height. One tile
 // reads its panel from memory; of several, some fetch what comes next. Panels up to `until` are likely to be next.
 void linear_block(const Linear& w, const Rows& a, long row0, long row1, long panel0, long panel1, const Target& target,
@@ -169,9 +183,11 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
         const int32_t* next = panel + 1 < most(panel1, until) ? b + words * PANEL : nullptr;
         for (long t = 0; t < tiles; ++t) {
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
-            Fetched ahead = {b + AHEAD, 2 * FETCH_WORDS};
+            Fetched ahead = {b + AHEAD, 2 * FETCH_WORDS}, rest = {nullptr, 0};
             if (tiles > 1) ahead = fetched(next, words, t, tiles, soon);
+            if (TILED && tiles <= WAITING_TILES) rest = leave_some(ahead, words, rows);
             tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead, raw, PANEL);
+            fetch_all(rest);
             if (w.kind == KIND_INT8)
                 finish_tile<true>(w, panel, a.scale + first, raw, rows, target, first);
             else

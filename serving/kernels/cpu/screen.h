@@ -6,19 +6,21 @@
 // A row of x is held twice over, as what int8 has of it and as what that leaves: x - x' is next to nothing.
 #pragma once
 
-#include "rows.h"
+#include "softmax.h"
 
 namespace {
 
 // Of more rows products take longer than reading the head, and a screen has two of int8 for each of bfloat16: not even
-// as quick without VNNI.
-#if defined(__AVX512VNNI__)
+// as quick without VNNI, and several times as quick by AMX.
+#if defined(__AMX_TILE__)
+constexpr long SCREENED_ROWS = 64;
+#elif defined(__AVX512VNNI__)
 constexpr long SCREENED_ROWS = 8;
 #else
 constexpr long SCREENED_ROWS = 4;
 #endif
 constexpr int PARTS = 2;           // int8 rows for a row
-constexpr int ROWS_A_TILE = TILE_ROWS / PARTS;
+constexpr int ROWS_A_TILE = MOST_ROWS / PARTS;
 constexpr float ROUNDING = 0x1p-22f;  // of a sum of products, for each of them: more than any form's
 constexpr float NOTHING = 1e-30f;     // more than what products lose that are too small to be numbers
 
@@ -56,22 +58,29 @@ INLINE Screened screen_row(const uint16_t* x, long n, int32_t* words, long ld, f
     return s;
 }
 
-// Bounds of all rows' scores for panels [panel0, panel1): highest[row][panel], and each row's `least` is raised to the
+// Bounds of all rows' scores for panels [panel0, panel1): highest[panel][row], and each row's `least` is raised to the
 // best of the lower bounds. `x` holds PARTS int8 rows for each of `rows`.
-INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long panel0, long panel1, long panels,
+INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long panel0, long panel1,
                           Screened* row, float* highest) {
     const Linear& w = screen.coarse;
-    const long words = words_of(KIND_INT8, w.inputs);
-    alignas(64) int32_t raw[TILE_ROWS * PANEL];
+    const long words = words_of(KIND_INT8, w.inputs), tiles = (rows + ROWS_A_TILE - 1) / ROWS_A_TILE;
+    const vf none = splat(-__builtin_inff()), infinite = splat(__builtin_inff());
+    alignas(64) int32_t raw[MOST_ROWS * PANEL];
+    vf lowest[SCREENED_ROWS], high[LANES] = {};
+    for (long i = 0; i < rows; ++i) lowest[i] = none;
     for (long panel = panel0; panel < panel1; ++panel) {
         const int32_t* b = static_cast<const int32_t*>(w.packed) + panel * words * PANEL;
-        for (long first = 0; first < rows; first += ROWS_A_TILE) {
-            const long count = least(ROWS_A_TILE, rows - first);
-            const Tile tile = tile_for(KIND_INT8, count * PARTS, first ? 0 : 2 * FETCH_WORDS);
-            tile(x.row(first * PARTS), x.words, b, 0, words, {b + AHEAD, first ? 0 : 2 * FETCH_WORDS}, raw, PANEL);
+        const int32_t* next = panel + 1 < panel1 ? b + words * PANEL : nullptr;
+        for (long t = 0; t < tiles; ++t) {
+            const long first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
+            Fetched ahead = {b + AHEAD, t ? 0 : 2 * FETCH_WORDS}, rest = {nullptr, 0};
+            if (TILED && tiles > 1) ahead = fetched(next, words, t, tiles, nullptr);
+            if (TILED) rest = leave_some(ahead, words, count * PARTS);
+            tile_for(KIND_INT8, count * PARTS, ahead.lines)(x.row(first * PARTS), x.words, b, 0, words, ahead, raw, PANEL);
+            fetch_all(rest);
             for (long r = 0; r < count; ++r) {
-                Screened& s = row[first + r];
-                vf high = splat(-__builtin_inff()), low = high;
+                const Screened& s = row[first + r];
+                vf top = none, low = lowest[first + r];
                 for (int j = 0; j < PANEL; j += LANES) {
                     const long at = panel * PANEL + j;
                     vf sum = {};
@@ -82,15 +91,17 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
                     }
                     const vf value = sum * load(w.scale + at);
                     const vf error = load(screen.missed + at) * s.missed + load(screen.kept + at) * s.kept + NOTHING;
-                    high = maximum(value + error, high);
-                    low = maximum(value - error, low);
+                    const vf under = value - error;
+                    top = maximum(value + error, top);
+                    low = maximum(choose(under < infinite, under, none), low);
                 }
-                highest[(first + r) * panels + panel] = max_lanes(high);
-                const float bound = max_lanes(low);
-                if (bound > s.least && bound < __builtin_inff()) s.least = bound;
+                high[r] = top;
+                lowest[first + r] = low;
             }
+            store_first(highest + panel * rows + first, count, max_of_rows(high, count));
         }
     }
+    for (long i = 0; i < rows; ++i) row[i].least = __builtin_fmaxf(row[i].least, max_lanes(lowest[i]));
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ from serving.kernels.cpu.build import SOURCES, X86_FORMS
 from tests.serving.kernels.cpu.formulas import SmallDecoder
 from tests.serving.kernels.cpu.test_decoder import PROMPT, batch_of
 
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # of a tile, of two, and more than are screened
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 49, 64, 65]  # of a tile, of several, and more than are screened
 NEAR = 2.0**-7
 
 
@@ -45,7 +45,7 @@ def test_the_best_token_is_the_heads_own(kernels: cpu.Kernels, change: object, r
     change(small.head.weight)
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
-    for first in range(0, 200, 40):
+    for first in range(0, len(PROMPT) - rows + 1, 40):
         batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
         expected = plain.step(batch, StepOutput.GREEDY)
         logits = plain.step(batch)
@@ -57,9 +57,10 @@ def test_the_best_token_is_the_heads_own(kernels: cpu.Kernels, change: object, r
 def test_the_bench_knows_how_many_rows_are_screened() -> None:
     """A screen of more rows would give the same tokens, and a floor that is none."""
     text = (SOURCES / "screen.h").read_text()
-    with_vnni, others = map(int, re.findall(r"SCREENED_ROWS = (\d+);", text))
+    with_amx, with_vnni, others = map(int, re.findall(r"SCREENED_ROWS = (\d+);", text))
     for form in {**X86_FORMS, "plain": ()}:
-        assert screened_rows(form) == (with_vnni if "avx512" in form else others), form
+        expected = with_amx if "amx" in form else with_vnni if "avx512" in form else others
+        assert screened_rows(form) == expected, form
 
 
 def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
@@ -69,7 +70,9 @@ def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
     plain, screen = small.build(kernels), kernels.screen(small.head.weight)
     none = replace(screen, missed=screen.missed.where(screen.missed.isinf(), 0.0), kept=torch.zeros_like(screen.kept))
     rows = screened_rows(kernels.form)
-    batches = [batch_of([(0, PROMPT[first : first + rows])], all_rows=True) for first in range(0, 200, rows)]
+    batches = [
+        batch_of([(0, PROMPT[first : first + rows])], all_rows=True) for first in range(0, len(PROMPT) - rows + 1, rows)
+    ]
     guessing = replace(plain, screen=none)
     pairs = [(guessing.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY)) for batch in batches]
     assert not all(torch.equal(guess, best) for guess, best in pairs)
@@ -104,7 +107,7 @@ def test_weights_that_a_product_takes_for_nothing_are_told_apart_as_it_does(kern
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
     rows = screened_rows(kernels.form)
-    for first in range(0, 200, rows):
+    for first in range(0, len(PROMPT) - rows + 1, rows):
         batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
         assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
