@@ -144,14 +144,18 @@ INLINE void finish_tile(const Linear& w, long panel, const float* scale, const i
         finish_rows<FINISH_STORE, EXACT>(w, panel, scale, raw, rows, target, first);
 }
 
-// What tile t of several fetches: of vector forms the first two a half each of the panel that comes next, by AMX all but
-// the last, or all where nothing is wanted soon, as much each of it; and the others what will be read soon. `next` is
-// null where no panel comes.
-INLINE Fetched fetched(const int32_t* next, long words, long t, long tiles, Soon* soon) {
-    const long fetching = TILED ? tiles - (soon != nullptr) : 2;
+// Whether tiles of a kind may be AMX's, and fetch any number of lines; others fetch one or two for each word, or none.
+INLINE bool fetches_any(int kind) { return TILED && kind != KIND_F32; }
+
+// What tile t of several fetches: of vectors the first two a half each of the panel that comes next, by AMX all but the
+// last, or all where nothing is wanted soon, as much each of it; and the others what will be read soon. `next` is null
+// where no panel comes.
+INLINE Fetched fetched(int kind, const int32_t* next, long words, long t, long tiles, Soon* soon) {
+    const bool any = fetches_any(kind);
+    const long fetching = any ? tiles - (soon != nullptr) : 2;
     if (t >= fetching) return soon ? soon->take(words) : Fetched{nullptr, 0};
     if (!next) return {nullptr, 0};
-    if (!TILED) return {next + words * 16 * t, FETCH_WORDS};
+    if (!any) return {next + words * 16 * t, FETCH_WORDS};
     const long lines = (2 * FETCH_WORDS + fetching - 1) / fetching;
     return {next + words / FETCH_WORDS * lines * 16 * t, lines};
 }
@@ -184,8 +188,8 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
         for (long t = 0; t < tiles; ++t) {
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
             Fetched ahead = {b + AHEAD, 2 * FETCH_WORDS}, rest = {nullptr, 0};
-            if (tiles > 1) ahead = fetched(next, words, t, tiles, soon);
-            if (TILED && tiles <= WAITING_TILES) rest = leave_some(ahead, words, rows);
+            if (tiles > 1) ahead = fetched(w.kind, next, words, t, tiles, soon);
+            if (fetches_any(w.kind) && tiles <= WAITING_TILES) rest = leave_some(ahead, words, rows);
             tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead, raw, PANEL);
             fetch_all(rest);
             if (w.kind == KIND_INT8)

@@ -74,7 +74,7 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
         for (long t = 0; t < tiles; ++t) {
             const long first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
             Fetched ahead = {b + AHEAD, t ? 0 : 2 * FETCH_WORDS}, rest = {nullptr, 0};
-            if (TILED && tiles > 1) ahead = fetched(next, words, t, tiles, nullptr);
+            if (TILED && tiles > 1) ahead = fetched(KIND_INT8, next, words, t, tiles, nullptr);
             if (TILED) rest = leave_some(ahead, words, count * PARTS);
             tile_for(KIND_INT8, count * PARTS, ahead.lines)(x.row(first * PARTS), x.words, b, 0, words, ahead, raw, PANEL);
             fetch_all(rest);
