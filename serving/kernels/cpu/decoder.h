@@ -347,13 +347,9 @@ struct Step {
             bound[i] = own[i].least;
             for (int t = 0; t < threads; ++t) bound[i] = __builtin_fmaxf(bound[i], screened[t * rows + i].least);
         }
-        for (long panel = mine.first; panel < mine.last; ++panel) {
-            const float* const top = highest + panel * rows;
-            long first = 0, last = rows;  // what lies between is multiplied too: the panel is read once for all
-            while (first < last && top[first] < bound[first]) ++first;
-            while (first < last && top[last - 1] < bound[last - 1]) --last;
-            linear_block(model.head, a, first, last, panel, panel + 1, target);
-        }
+        each_left(highest, bound, rows, mine.first, mine.last, [&](long first, long last, long panel, long end) {
+            linear_block(model.head, a, first, last, panel, end, target);
+        });
         team_barrier(team);
     }
 

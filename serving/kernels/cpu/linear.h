@@ -85,8 +85,8 @@ INLINE void deliver_part(const Linear& w, long panel, const vf* values, const Ta
     float value[PANEL];
     for (int v = 0; v < NV; ++v) store(value + v * LANES, values[v]);
     if (target.finish == FINISH_LOGITS) {
-        vf top = values[0];
-        for (int v = 1; v < NV; ++v) top = maximum(top, values[v]);
+        vf top = splat(-__builtin_inff());  // of the numbers: what is none must not hide them
+        for (int v = 0; v < NV; ++v) top = maximum(choose(values[v] == values[v], values[v], top), top);
         if (max_lanes(top) >= target.best[row].value) keep_best(value, panel * PANEL, columns, target.best[row]);
         if (!out && target.kept) out = target.kept[row];
         if (!out) return;
@@ -189,7 +189,7 @@ void linear_block(const Linear& w, const Rows& a, long row0, long row1, long pan
             const long first = row0 + count * t / tiles, rows = row0 + count * (t + 1) / tiles - first;
             Fetched ahead = {b + AHEAD, 2 * FETCH_WORDS}, rest = {nullptr, 0};
             if (tiles > 1) ahead = fetched(w.kind, next, words, t, tiles, soon);
-            if (fetches_any(w.kind) && tiles <= WAITING_TILES) rest = leave_some(ahead, words, rows);
+            if (by_amx(w.kind, int(rows)) && tiles <= WAITING_TILES) rest = leave_some(ahead, words, rows);
             tile_for(w.kind, rows, ahead.lines)(a.data + first * a.words, a.words, b, 0, words, ahead, raw, PANEL);
             fetch_all(rest);
             if (w.kind == KIND_INT8)

@@ -23,12 +23,14 @@ constexpr int PARTS = 2;           // int8 rows for a row
 constexpr int ROWS_A_TILE = MOST_ROWS / PARTS;
 constexpr float ROUNDING = 0x1p-22f;  // of a sum of products, for each of them: more than any form's
 constexpr float NOTHING = 1e-30f;     // more than what products lose that are too small to be numbers
+constexpr float LARGE = 1e37f;        // |x| |w| below it: no sum of products is infinite on the way, and bounds hold
 
 // One row of inputs as the screen multiplies it.
 struct Screened {
     float scale[PARTS];
     float missed;  // what a channel's `missed` counts times, and its `kept`
     float kept;
+    float most;    // bounds hold for channels whose `kept` is less
     float least;   // no best score lies below
 };
 
@@ -54,6 +56,7 @@ INLINE Screened screen_row(const uint16_t* x, long n, int32_t* words, long ld, f
     }
     s.missed = length * (1.0f + slack);
     s.kept = length_of(room, n) * (1.0f + slack) + length * slack;
+    s.most = LARGE / s.missed;
     s.least = -__builtin_inff();
     return s;
 }
@@ -64,7 +67,7 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
                           Screened* row, float* highest) {
     const Linear& w = screen.coarse;
     const long words = words_of(KIND_INT8, w.inputs), tiles = (rows + ROWS_A_TILE - 1) / ROWS_A_TILE;
-    const vf none = splat(-__builtin_inff()), infinite = splat(__builtin_inff());
+    const vf none = splat(-__builtin_inff());
     alignas(64) int32_t raw[MOST_ROWS * PANEL];
     vf lowest[SCREENED_ROWS], high[LANES] = {};
     for (long i = 0; i < rows; ++i) lowest[i] = none;
@@ -75,7 +78,7 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
             const long first = rows * t / tiles, count = rows * (t + 1) / tiles - first;
             Fetched ahead = {b + AHEAD, t ? 0 : 2 * FETCH_WORDS}, rest = {nullptr, 0};
             if (TILED && tiles > 1) ahead = fetched(KIND_INT8, next, words, t, tiles, nullptr);
-            if (TILED) rest = leave_some(ahead, words, count * PARTS);
+            if (by_amx(KIND_INT8, int(count * PARTS))) rest = leave_some(ahead, words, count * PARTS);
             tile_for(KIND_INT8, count * PARTS, ahead.lines)(x.row(first * PARTS), x.words, b, 0, words, ahead, raw, PANEL);
             fetch_all(rest);
             for (long r = 0; r < count; ++r) {
@@ -90,10 +93,11 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
                         sum = fma(to_float(exact), splat(s.scale[part]), sum);
                     }
                     const vf value = sum * load(w.scale + at);
-                    const vf error = load(screen.missed + at) * s.missed + load(screen.kept + at) * s.kept + NOTHING;
-                    const vf under = value - error;
-                    top = maximum(value + error, top);
-                    low = maximum(choose(under < infinite, under, none), low);
+                    const vf kept = load(screen.kept + at);
+                    const vf error = load(screen.missed + at) * s.missed + kept * s.kept + NOTHING;
+                    const auto known = kept < splat(s.most);
+                    top = maximum(choose(known, value + error, -none), top);
+                    low = maximum(choose(known, value - error, none), low);
                 }
                 high[r] = top;
                 lowest[first + r] = low;
@@ -102,6 +106,26 @@ INLINE void screen_panels(const Screen& screen, const Rows& x, long rows, long p
         }
     }
     for (long i = 0; i < rows; ++i) row[i].least = __builtin_fmaxf(row[i].least, max_lanes(lowest[i]));
+}
+
+// visit(first, last, panel, end) for panels [panel, end) side by side, each of which may have the best token of some row
+// of [first, last): what lies between is multiplied too, so that a panel is read once for all rows.
+template <class Visit>
+INLINE void each_left(const float* highest, const float* bound, long rows, long panel0, long panel1,
+                      const Visit& visit) {
+    long begin = panel0, low = rows, high = 0;  // of the panels side by side so far
+    for (long panel = panel0; panel <= panel1; ++panel) {
+        long first = 0, last = panel < panel1 ? rows : 0;
+        const float* const top = highest + panel * rows;
+        while (first < last && top[first] < bound[first]) ++first;
+        while (first < last && top[last - 1] < bound[last - 1]) --last;
+        if (first < last) {
+            low = least(low, first), high = most(high, last);
+            continue;
+        }
+        if (low < high) visit(low, high, begin, panel);
+        begin = panel + 1, low = rows, high = 0;
+    }
 }
 
 }  // namespace

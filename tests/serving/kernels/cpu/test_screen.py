@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -69,10 +70,7 @@ def test_without_its_bounds_a_screen_is_wrong(kernels: cpu.Kernels) -> None:
     near_ties(small.head.weight)
     plain, screen = small.build(kernels), kernels.screen(small.head.weight)
     none = replace(screen, missed=screen.missed.where(screen.missed.isinf(), 0.0), kept=torch.zeros_like(screen.kept))
-    rows = screened_rows(kernels.form)
-    batches = [
-        batch_of([(0, PROMPT[first : first + rows])], all_rows=True) for first in range(0, len(PROMPT) - rows + 1, rows)
-    ]
+    batches = [batch_of([(0, [token])], all_rows=True) for token in range(100)]  # else others' panels are looked at too
     guessing = replace(plain, screen=none)
     pairs = [(guessing.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY)) for batch in batches]
     assert not all(torch.equal(guess, best) for guess, best in pairs)
@@ -88,15 +86,36 @@ def test_what_is_no_number_has_no_token(kernels: cpu.Kernels, value: float) -> N
     assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(kernels: cpu.Kernels, value: float) -> None:
+def test_scores_that_no_sum_of_products_holds_have_no_bounds(kernels: cpu.Kernels) -> None:
+    """Two huge products are infinite or no number in the head, and large or small as int8."""
     small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
-    small.head.weight[40, 3] = value
+    small.final_norm.zero_()
+    small.final_norm[0], small.final_norm[40] = 8.0, 4.0
+    small.head.weight[70] = 0.0
+    small.head.weight[70, 0], small.head.weight[70, 40] = 1e38, -1e38
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    rows = screened_rows(kernels.form)
+    for first in range(0, len(PROMPT) - rows + 1, rows):
+        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
+        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+
+
+@pytest.mark.parametrize("channel", [32, 40, 55])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(
+    kernels: cpu.Kernels, value: float, channel: int
+) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    small.head.weight[channel ^ 16] *= 50  # the best of many rows, in the same lane
+    small.head.weight[channel, 3] = value
     plain = small.build(kernels)
     screened = replace(plain, screen=kernels.screen(small.head.weight))
     batch = batch_of([(0, PROMPT[: screened_rows(kernels.form)])], all_rows=True)
     expected = plain.step(batch, StepOutput.GREEDY)
     assert (-1 in expected.tolist()) == (abs(value) == torch.inf)
+    if math.isnan(value):  # it hides none beside it
+        assert expected.tolist() == plain.step(batch).nan_to_num(nan=-math.inf).argmax(dim=1).tolist()
     assert torch.equal(screened.step(batch, StepOutput.GREEDY), expected)
 
 
