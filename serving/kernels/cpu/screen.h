@@ -24,6 +24,7 @@ constexpr int ROWS_A_TILE = MOST_ROWS / PARTS;
 constexpr float ROUNDING = 0x1p-22f;  // of a sum of products, for each of them: more than any form's
 constexpr float NOTHING = 1e-30f;     // more than what products lose that are too small to be numbers
 constexpr float LARGE = 1e37f;        // |x| |w| below it: no sum of products is infinite on the way, and bounds hold
+constexpr float SMALL = 1e-10f;       // |x| above it: no square that counts is too small to be a number, as they need
 
 // One row of inputs as the screen multiplies it.
 struct Screened {
@@ -56,7 +57,7 @@ INLINE Screened screen_row(const uint16_t* x, long n, int32_t* words, long ld, f
     }
     s.missed = length * (1.0f + slack);
     s.kept = length_of(room, n) * (1.0f + slack) + length * slack;
-    s.most = LARGE / s.missed;
+    s.most = length > SMALL ? LARGE / s.missed : 0.0f;
     s.least = -__builtin_inff();
     return s;
 }

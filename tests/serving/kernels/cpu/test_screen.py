@@ -101,6 +101,18 @@ def test_scores_that_no_sum_of_products_holds_have_no_bounds(kernels: cpu.Kernel
         assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
 
 
+@pytest.mark.parametrize("exponent", [-9, -14, -20, -23, -25, -28, -36])
+def test_inputs_whose_squares_are_nothing_have_no_bounds(kernels: cpu.Kernels, exponent: int) -> None:
+    small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
+    near_ties(small.head.weight)
+    small.final_norm.mul_(10.0**exponent)
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    for token in range(100):
+        batch = batch_of([(0, [token])], all_rows=True)
+        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+
+
 @pytest.mark.parametrize("channel", [32, 40, 55])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_weight_that_is_no_number_counts_as_it_does_in_the_head(
