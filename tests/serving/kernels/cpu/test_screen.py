@@ -38,6 +38,15 @@ def wide(weight: Tensor) -> None:
     weight[7] = 0.0
 
 
+def assert_same_tokens(kernels: cpu.Kernels, small: SmallDecoder, rows: int) -> None:
+    """With a screen and without, for all of a prompt, so many rows at a time."""
+    plain = small.build(kernels)
+    screened = replace(plain, screen=kernels.screen(small.head.weight))
+    for first in range(0, len(PROMPT) - rows + 1, rows):
+        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
+        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("change", [near_ties, all_below_zero, wide, lambda _: None])
 def test_the_best_token_is_the_heads_own(kernels: cpu.Kernels, change: object, rows: int) -> None:
@@ -93,12 +102,7 @@ def test_scores_that_no_sum_of_products_holds_have_no_bounds(kernels: cpu.Kernel
     small.final_norm[0], small.final_norm[40] = 8.0, 4.0
     small.head.weight[70] = 0.0
     small.head.weight[70, 0], small.head.weight[70, 40] = 1e38, -1e38
-    plain = small.build(kernels)
-    screened = replace(plain, screen=kernels.screen(small.head.weight))
-    rows = screened_rows(kernels.form)
-    for first in range(0, len(PROMPT) - rows + 1, rows):
-        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
-        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+    assert_same_tokens(kernels, small, screened_rows(kernels.form))
 
 
 @pytest.mark.parametrize("exponent", [-9, -14, -20, -23, -25, -28, -36])
@@ -106,11 +110,7 @@ def test_inputs_whose_squares_are_nothing_have_no_bounds(kernels: cpu.Kernels, e
     small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
     near_ties(small.head.weight)
     small.final_norm.mul_(10.0**exponent)
-    plain = small.build(kernels)
-    screened = replace(plain, screen=kernels.screen(small.head.weight))
-    for token in range(100):
-        batch = batch_of([(0, [token])], all_rows=True)
-        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+    assert_same_tokens(kernels, small, 1)
 
 
 @pytest.mark.parametrize("channel", [32, 40, 55])
@@ -135,12 +135,7 @@ def test_weights_that_a_product_takes_for_nothing_are_told_apart_as_it_does(kern
     small = SmallDecoder(kind=Kind.BF16, kv_kind=Kind.BF16, vocab=300)
     small.head.weight.mul_(1e-38)
     small.final_norm.mul_(1e15)
-    plain = small.build(kernels)
-    screened = replace(plain, screen=kernels.screen(small.head.weight))
-    rows = screened_rows(kernels.form)
-    for first in range(0, len(PROMPT) - rows + 1, rows):
-        batch = batch_of([(0, PROMPT[first : first + rows])], all_rows=True)
-        assert torch.equal(screened.step(batch, StepOutput.GREEDY), plain.step(batch, StepOutput.GREEDY))
+    assert_same_tokens(kernels, small, screened_rows(kernels.form))
 
 
 def test_bounds_hold_every_score_and_leave_most_out(kernels: cpu.Kernels) -> None:
