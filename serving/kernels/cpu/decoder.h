@@ -2,146 +2,40 @@
 //
 // Two ways to share the work out. Few tokens: every linear layer is cut by panels of its weights, so each byte of
 // weight is read by one thread, and threads meet between phases. Many tokens: a thread takes a block of rows through
-// everything between two attentions, so they meet once a layer. Each output has the same order of additions in both.
-// Layers with experts are always of the first way: an expert's weights are read once for all tokens that go to it.
+// everything between two attentions, so they meet once a layer, or twice where sequences decode beside prompts: a
+// decode may read as much as many rows of a prompt take, so decodes' attention is shared out by itself. Each output has
+// the same order of additions in both. Layers with experts are always of the first way: an expert's weights are read
+// once for all tokens that go to it.
 #pragma once
 
-#include "screen.h"
-#include "spread_experts.h"
-#include "tokens.h"
+#include "step_base.h"
 
 namespace {
 
-constexpr long REDUNDANT_ROWS = 4;  // up to here each thread prepares all rows itself rather than wait for another
-constexpr int PANELS_OF_FEW = 4;    // that a thread takes at once where one tile has all rows
-constexpr long FETCHING_TILES = TILED ? 1 : 2;  // of a panel's, those that fetch weights, as in linear.h
+constexpr int PANELS_OF_FEW = 4;  // that a thread takes at once where one tile has all rows
 
-INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
-    return {to.words, to.scale, words_of(next.kind, next.inputs)};
-}
-
-struct Step {
-    ThreadTeam* team;
-    const Model& model;
-    const Batch& batch;
-    const Results& results;
-    int threads;
-    Sizes sizes;
-    long window;      // the widest of all layers'; 0: all
-    long block_rows;  // rows of a block when the step is cut by rows, else 0
-    long blocks;
-    float* x;          // [T, hidden], the residual stream
-    int32_t* q;        // [T, q_words], encoded queries
-    RowBuffers shared; // of T rows, when cut by panels
-    ItemPlan plan;
-    ThreadScratch* local;  // [threads]
-    int* counters;         // [layers + 1]
-    Portions portions;     // of linear layers' panels and of attention, where not cut by rows
-    ExpertTeam experts;    // where a layer has some
-    int* expert_counters;  // [layers][chunks of tokens][2]
-    SpreadTeam spread;     // where ranks share them
-    bool spreads;
-    Rows coarse;           // [threads][PARTS R], where the head is screened
-    Screened* screened;    // [threads][R]
-    float* highest;        // [panels of the head][R]
-
-    Step(ThreadTeam* team, const Model& model, const Batch& batch, const Results& results, Arena& arena)
-        : team(team), model(model), batch(batch), results(results), threads(team_threads(team)),
-          sizes(sizes_of(model)), window(widest_window(model)) {
-        const long tokens = batch.tokens_count;
-        const Layer* const sparse = sparse_layer(model);
-        const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads && !sparse;
-        const long most_rows = block_tokens(tokens, threads);
-        blocks = rows_mode ? round_up((tokens + most_rows - 1) / most_rows, threads) : 0;
-        block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
-        x = arena.take<float>(tokens * model.hidden);
-        q = arena.take<int32_t>(tokens * sizes.q_words);
-        const long shared_rows = most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count);
-        shared = take_rows(arena, sizes, shared_rows, shared_rows);
-        counters = arena.take<int>(model.layers + 1);
-        portions = Portions::take(arena, threads, 5 * model.layers + 1);
-        spreads = sparse && sparse->experts.spread.exchange;
-        const long expert_items = sparse && !spreads ? model.layers * expert_chunks(tokens) * 2 : 0;
-        expert_counters = arena.take<int>(expert_items);
-        if (spreads)
-            spread = SpreadTeam::take(arena, team, sizes_of(sparse->experts), tokens);
-        else if (sparse)
-            experts = ExpertTeam::take(arena, team, sizes_of(sparse->experts), tokens);
-        const long rows = screens() ? batch.logits_count : 0, words = words_of(KIND_INT8, model.hidden);
-        coarse = {arena.take<int32_t>(threads * rows * PARTS * words), nullptr, words};
-        screened = arena.take<Screened>(threads * rows);
-        highest = arena.take<float>(rows * panels_of(model.head));
-        local = arena.take<ThreadScratch>(threads);
-        plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, window, 0.0f}, threads);
-        for (int t = 0; t < threads; ++t) {
-            ThreadScratch s;
-            take_attention(arena, most(ITEM_TOKENS, block_rows), sizes.group, sizes.head_words, sizes.padded_head,
-                           s.attention);
-            s.rows = take_rows(arena, sizes, rows_mode ? least(block_rows, PART_TOKENS) : REDUNDANT_ROWS,
-                               most(block_rows, REDUNDANT_ROWS));
-            s.normed = arena.take<float>(most(sizes.widest, sizes.padded_head));
-            s.best = arena.take<Best>(batch.logits_count);
-            s.runs = arena.take<Run>(fetches_kv() ? largest_share(batch.sequences, threads) * batch.table_width : 0);
-            s.runs_count = s.shared = 0;
-            if (arena.base) local[t] = s;
-        }
-        if (!arena.base) return;
-        portions.clear();
-        for (long i = 0; i <= model.layers; ++i) counters[i] = 0;
-        for (long i = 0; i < expert_items; ++i) expert_counters[i] = 0;
-    }
-
-    AttentionShape shape(const Layer& layer) const { return {model.heads, layer.window, model.attention_scale}; }
-    Rotary rotary(const Layer& layer) const {
-        return {model.heads, model.rotary_dim, layer.q_norm, layer.k_norm, model.eps, model.cos, model.sin};
-    }
-    float* x_row(long row) const { return x + row * model.hidden; }
-    void report(long layers_done, int thread) const {
-        if (thread == 0 && results.progress) __atomic_store_n(results.progress, int32_t(layers_done), __ATOMIC_RELEASE);
-    }
-
-    // Once every thread has written the layer's new KV: whether the rest of it is there too. One thread waits, for all.
-    bool arrived(long layer, int thread) const {
-        if (!results.barrier) return true;
-        if (thread == 0) team_wait_at(results.barrier, layer);
-        team_barrier(team);
-        return !results.barrier->left;
-    }
-
-    // ---- rows -------------------------------------------------------------------------------------------------------
-
-    void embed(long row0, long row1) const {
-        for (long row = row0; row < row1; ++row) embed_token(model, batch.tokens[row], x_row(row));
-    }
-
-    // Rows of x, normed, as input of `next`; `base` is the batch row that row 0 of `a` stands for.
-    void normed(const float* weight, const Linear& next, long row0, long row1, const Rows& a, long base,
-                float* row) const {
-        for (long i = row0; i < row1; ++i) {
-            rms_norm(x_row(i), weight, model.hidden, model.eps, row);
-            encode_input(next, row, row, a.row(i - base), a.scale + (i - base));
-        }
-    }
-
-    // `room` is for one row: values are not changed, for other threads may read them too.
-    void encoded(const float* values, long ld, const Linear& next, long row0, long row1, const Rows& a,
-                 float* room) const {
-        for (long i = row0; i < row1; ++i) encode_input(next, values + i * ld, room, a.row(i), a.scale + i);
-    }
-
-    void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
-        const long words = model.heads * words_of(product_kind(layer.kv), layer.kv.head_dim);
-        for (long row = row0; row < row1; ++row)
-            rotate_and_write(rotary(layer), layer.kv, qkv + (row - base) * layer.qkv.outputs, batch.positions[row],
-                             batch.slots[row], q + row * words);
-    }
+struct Step : StepBase {
+    using StepBase::StepBase;
 
     // ---- cut by rows ------------------------------------------------------------------------------------------------
 
-    // Row `row0` is the first of s.rows.attn.
+    // Rows of what is planned, once every thread has attended its share, in s.rows.attn, whose first row is `row0`.
+    void take_planned(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+        const long width = sizes.q_width;
+        float* const rows = s.rows.attn - row0 * width;
+        if (plan.split) return join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, rows);
+        each_segment(batch, row0, row1, planned, block_rows, [&](const Segment& segment) {
+            const long at = segment.row * width;
+            __builtin_memcpy(rows + at, shared.attn + at, segment.tokens * width * sizeof(float));
+        });
+    }
+
+    // Attention of rows [row0, row1) in s.rows.attn.
     void attend_block(const Layer& layer, long row0, long row1, ThreadScratch& s) const {
+        take_planned(layer, row0, row1, s);
         const KVRange all = {layer.kv, 0, 1, nullptr, s.rows.attn};
-        each_segment(batch, row0, row1, most(ITEM_TOKENS, block_rows), [&](const Segment& segment) {
+        const Lengths others = {planned.longest + 1, ANY_LENGTH.longest};
+        each_segment(batch, row0, row1, others, most(ITEM_TOKENS, block_rows), [&](const Segment& segment) {
             const long heads = item_heads(layer.kv, segment.tokens);
             for (long head = 0; head < layer.kv.kv_heads; head += heads)
                 attend_item(all, shape(layer), {segment, head, heads}, q, {nullptr, 0}, s.attention, row0);
@@ -190,6 +84,10 @@ struct Step {
     bool by_rows(int thread) {
         ThreadScratch& s = local[thread];
         for (long index = 0; index <= model.layers; ++index) {
+            if (index > 0 && plan.count) {
+                attend_planned(model.layer[index - 1], thread);
+                team_barrier(team);
+            }
             // The last rows of a prompt see the most keys, so their blocks go first.
             for (long taken = next(counters + index); taken < blocks; taken = next(counters + index)) {
                 const long row0 = (blocks - 1 - taken) * block_rows;
@@ -223,9 +121,6 @@ struct Step {
         return a;
     }
 
-    // What is shared out next: every thread comes here as often.
-    Portions portions_now(int thread) const { return portions.at(local[thread].shared++); }
-
     // Every thread multiplies panels; the barrier after it makes the outputs everyone's.
     void panels(const Linear& w, const Rows& a, long rows, const Target& target, int thread,
                 Soon* soon = nullptr) const {
@@ -237,9 +132,6 @@ struct Step {
             linear_block(w, a, 0, rows, mine.first, mine.last, target, soon, until);
         team_barrier(team);
     }
-
-    // Whether linear layers have tiles enough to fetch some of the KV that attention will read.
-    bool fetches_kv() const { return !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(model.layer[0].qkv.kind); }
 
     // Where this thread's share of the KV lies.
     void find_kv(int thread) const {
@@ -279,8 +171,7 @@ struct Step {
         team_barrier(team);
         if (!arrived(index, thread)) return false;
         if (!spreads) report(index + 1, thread);
-        AttentionScratch& scratch = local[thread].attention;
-        attend_items(layer.kv, shape(layer), plan, q, portions_now(thread), thread, scratch, shared.attn);
+        attend_planned(layer, thread);
         team_barrier(team);
         const Rows attended = prepare(layer.o, thread, [&](long row0, long row1, const Rows& a, ThreadScratch& s) {
             encode_attended(layer, row0, row1, a, s);
@@ -324,12 +215,6 @@ struct Step {
     }
 
     // ---- logits and the whole ---------------------------------------------------------------------------------------
-
-    // Whether only the best tokens of a few rows are wanted, and there is what finds them in less than the whole head.
-    bool screens() const {
-        return model.screen.coarse.packed && results.greedy && !results.logits && !results.kept &&
-               batch.logits_count <= SCREENED_ROWS;
-    }
 
     // `panels` of the head, those alone that may have a row's best token.
     void screened_panels(const Rows& a, long rows, const Target& target, int thread) {

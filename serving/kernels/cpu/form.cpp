@@ -212,7 +212,7 @@ KERNEL(attend_range)(Context& c, const Model& m, int index, const Batch& batch, 
     const auto take_items = [&](Arena& arena, const AttentionShape&, int) { items = arena.take<Item>(most_items); };
     const AttentionCall call(c, m, layer, kv, batch, take_items);
     long count = 0;
-    each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
+    each_segment(batch, 0, batch.tokens_count, ANY_LENGTH, ITEM_TOKENS, [&](const Segment& segment) {
         for (long head = 0; head < kv.kv_heads; ++head) items[count++] = {segment, head, 1};
     });
     each_with_tiles(c.team, [&](int thread) {

@@ -45,11 +45,15 @@ INLINE long group_of(const KvPlanes& kv, const AttentionShape& shape) { return s
 struct Item {
     Segment segment;
     long head, heads;  // KV heads; all of them only where the rows of all fit the scratch of ITEM_TOKENS tokens
+    long at = 0;       // tokens of the plan's segments before it
 };
 
 INLINE long item_heads(const KvPlanes& kv, long tokens) {
     return tokens * kv.kv_heads <= ITEM_TOKENS ? kv.kv_heads : 1;
 }
+
+// New tokens of a sequence up to which attention has less to compute than to read.
+INLINE long short_tokens(const KvPlanes& kv) { return most(1, ITEM_TOKENS / kv.kv_heads); }
 
 INLINE long first_chunk(const AttentionShape& shape, const Item& item) {
     return first_visible(shape, item.segment.position) / CHUNK;

@@ -175,53 +175,67 @@ INLINE Segment segment_of(const Batch& batch, long sequence, long row, long toke
     return {row, tokens, batch.context_lens[sequence] - ahead, batch.block_tables + sequence * batch.table_width};
 }
 
+// How many new tokens the sequences have that are meant.
+struct Lengths {
+    long shortest, longest;
+};
+
+constexpr Lengths ANY_LENGTH = {0, INT32_MAX};
+
 // Calls visit(segment) for each range of at most `most_tokens` rows of one sequence within rows [row0, row1).
 template <class Visit>
-INLINE void each_segment(const Batch& batch, long row0, long row1, long most_tokens, Visit visit) {
+INLINE void each_segment(const Batch& batch, long row0, long row1, const Lengths& lengths, long most_tokens,
+                         Visit visit) {
     for (long b = 0; b < batch.sequences; ++b) {
+        const long tokens = batch.query_start[b + 1] - batch.query_start[b];
+        if (tokens < lengths.shortest || tokens > lengths.longest) continue;
         const long end = least(batch.query_start[b + 1], row1);
         for (long row = most(batch.query_start[b], row0); row < end; row += most_tokens)
             visit(segment_of(batch, b, row, least(most_tokens, end - row)));
     }
 }
 
-// Attention of a batch as items, and whether their chunks are shared out one by one.
+// Attention of sequences of a batch as items, and whether their chunks are shared out one by one.
 struct ItemPlan {
     Item* items;
-    long count, chunks;  // chunks: of the longest item
+    long count, tokens, chunks;  // tokens: of all segments; chunks: of the longest item
     bool split;
-    float* parts;  // [heads * T][chunks][stride] when split
+    float* parts;  // [heads * tokens][chunks][stride] when split
     long stride;
 };
 
 // Splits by chunk, and by head, when whole sequences would leave threads idle: fewer than two for each, or one far
 // longer than the rest.
 INLINE ItemPlan plan_items(Arena& arena, const Batch& batch, const KvPlanes& kv, const AttentionShape& shape,
-                           int threads) {
+                           int threads, const Lengths& lengths = ANY_LENGTH) {
     ItemPlan plan = {};
-    plan.items = arena.take<Item>((batch.tokens_count / ITEM_TOKENS + batch.sequences) * kv.kv_heads);
-    plan.stride = padded_dim(kv) + PANEL;
-    long total = 0;
-    each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
+    long total = 0, segments = 0;
+    each_segment(batch, 0, batch.tokens_count, lengths, ITEM_TOKENS, [&](const Segment& segment) {
         const Item item = {segment, 0, 1};
         const long chunks = chunks_end(item) - first_chunk(shape, item);
         plan.chunks = most(plan.chunks, chunks);
+        plan.tokens += segment.tokens;
         total += chunks;
+        ++segments;
     });
-    const long floats = batch.tokens_count * shape.heads * plan.chunks * plan.stride;
+    plan.items = arena.take<Item>(segments * kv.kv_heads);
+    plan.stride = padded_dim(kv) + PANEL;
+    const long floats = plan.tokens * shape.heads * plan.chunks * plan.stride;
     plan.split = plan.chunks > 1 && plan.chunks * 2 * threads > total && floats * long(sizeof(float)) <= PARTS_LIMIT;
     if (plan.split) plan.parts = arena.take<float>(floats);
     if (!arena.base) return plan;
-    each_segment(batch, 0, batch.tokens_count, ITEM_TOKENS, [&](const Segment& segment) {
+    long at = 0;
+    each_segment(batch, 0, batch.tokens_count, lengths, ITEM_TOKENS, [&](const Segment& segment) {
         const long heads = plan.split ? 1 : item_heads(kv, segment.tokens);
-        for (long head = 0; head < kv.kv_heads; head += heads) plan.items[plan.count++] = {segment, head, heads};
+        for (long head = 0; head < kv.kv_heads; head += heads) plan.items[plan.count++] = {segment, head, heads, at};
+        at += segment.tokens;
     });
     return plan;
 }
 
 // The parts of item row 0, chunk 0; rows lie plan.chunks * plan.stride apart.
 INLINE float* parts_of(const ItemPlan& plan, const Item& item, long heads, long group) {
-    const long row = item.segment.row * heads + item.head * item.segment.tokens * group;
+    const long row = item.at * heads + item.head * item.segment.tokens * group;
     return plan.parts + row * plan.chunks * plan.stride;
 }
 
