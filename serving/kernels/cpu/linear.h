@@ -147,12 +147,13 @@ INLINE void finish_tile(const Linear& w, long panel, const float* scale, const i
 // Whether tiles of a kind may be AMX's, and fetch any number of lines; others fetch one or two for each word, or none.
 INLINE bool fetches_any(int kind) { return TILED && kind != KIND_F32; }
 
-// What tile t of several fetches: of vectors the first two a half each of the panel that comes next, by AMX all but the
-// last, or all where nothing is wanted soon, as much each of it; and the others what will be read soon. `next` is null
-// where no panel comes.
+constexpr long FETCHING_TILES = 2;  // of a panel's, where they are vectors'
+
+// What tile t of several fetches: of vectors the first two a half each of the panel that comes next, and the others what
+// will be read soon; by AMX all as much each of that panel. `next` is null where no panel comes.
 INLINE Fetched fetched(int kind, const int32_t* next, long words, long t, long tiles, Soon* soon) {
     const bool any = fetches_any(kind);
-    const long fetching = any ? tiles - (soon != nullptr) : 2;
+    const long fetching = any ? tiles : FETCHING_TILES;
     if (t >= fetching) return soon ? soon->take(words) : Fetched{nullptr, 0};
     if (!next) return {nullptr, 0};
     if (!any) return {next + words * 16 * t, FETCH_WORDS};

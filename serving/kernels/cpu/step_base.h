@@ -8,7 +8,6 @@
 namespace {
 
 constexpr long REDUNDANT_ROWS = 4;  // up to here each thread prepares all rows itself rather than wait for another
-constexpr long FETCHING_TILES = TILED ? 1 : 2;  // of a panel's, those that fetch weights, as in linear.h
 
 INLINE Rows rows_for(const Linear& next, const RowBuffers& to) {
     return {to.words, to.scale, words_of(next.kind, next.inputs)};
@@ -45,7 +44,7 @@ struct StepBase {
           sizes(sizes_of(model)), window(widest_window(model)) {
         const long tokens = batch.tokens_count;
         const Layer* const sparse = sparse_layer(model);
-        const bool rows_mode = tokens >= ROWS_MODE_TOKENS * threads && !sparse;
+        const bool rows_mode = tokens >= rows_mode_tokens(model.layer[0].qkv.kind) * threads && !sparse;
         const long most_rows = block_tokens(tokens, threads);
         blocks = rows_mode ? round_up((tokens + most_rows - 1) / most_rows, threads) : 0;
         block_rows = rows_mode ? (tokens + blocks - 1) / blocks : 0;
@@ -104,8 +103,11 @@ struct StepBase {
         return !results.barrier->left;
     }
 
-    // Whether linear layers have tiles enough to fetch some of the KV that attention will read.
-    bool fetches_kv() const { return !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(model.layer[0].qkv.kind); }
+    // Whether linear layers have tiles enough to fetch some of the KV that attention will read. By AMX they wait for memory
+    // themselves, and attention fetches as it goes.
+    bool fetches_kv() const {
+        return !TILED && !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(model.layer[0].qkv.kind);
+    }
 
     // Whether only the best tokens of a few rows are wanted, and there is what finds them in less than the whole head.
     bool screens() const {

@@ -7,13 +7,19 @@
 namespace {
 
 constexpr long PARTS_LIMIT = 64L << 20;  // bytes of split-attention results
-constexpr long ROWS_MODE_TOKENS = 32;    // tokens a thread from which blocks of rows beat panels of weights
 
 // Of many tokens, those that attend together at most, and that go through an MLP together: the second cache holds them.
 // The more they are the more seldom weights come from memory, which AMX waits for where it has fewer.
 constexpr long BLOCK_TOKENS = TILED ? 256 : 128;
 constexpr long PART_TOKENS = TILED ? 256 : 64;
 constexpr long FETCHED_BEFORE = 2L << 20;  // bytes of KV a thread fetches before attention, for caches to keep
+
+// Tokens a thread from which blocks of rows beat panels of weights, by kind of these. By AMX rows are multiplied in less
+// time than it takes each thread to read all weights, so it takes more of them.
+INLINE long rows_mode_tokens(int kind) {
+    if (!TILED || kind == KIND_F32) return 32;
+    return kind == KIND_BF16 ? 96 : 40;
+}
 
 // Hands out aligned pieces of one allocation; with a null base it only measures.
 struct Arena {

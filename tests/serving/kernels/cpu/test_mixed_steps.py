@@ -17,7 +17,7 @@ WIDTH = 40  # blocks of a sequence
 KINDS = [(Kind.F32, Kind.F32), (Kind.INT8, Kind.BF16), (Kind.BF16, Kind.INT8)]
 
 # Tokens in KV, and new ones. Two KV heads: sequences of up to 32 new tokens are planned.
-ONE_LONG = [(530, 1), (0, 150), (200, 2)]  # chunks of what is planned are shared out one by one
+ONE_LONG = [(530, 1), (0, 200), (200, 2)]  # chunks of what is planned are shared out one by one
 LENGTHS = [(3, 33), (100, 32), (7, 1), (0, 31), (290, 5), (40, 90)]
 MANY = [(20 * i + 5, 1 + i % 4) for i in range(12)]
 
