@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.cpu_floor import MachineLimits, decode_needs, product_kind
+from bench.cpu_floor import MachineLimits, StepNeeds, decode_needs, product_kind
 from bench.random_model import SHAPES, llama, random_model
 from kvcache.memory.device import DeviceKV, token_bytes
 from serving.batch.ragged import RaggedBatch
@@ -53,6 +53,20 @@ def batch_of(sequences: int, new: int, context: int) -> RaggedBatch:
         tokens=[[(7 * b + i) % VOCAB for i in range(new)] for b in range(sequences)],
         starts=[context - new] * sequences,
         block_tables=[list(range(b * width, (b + 1) * width)) for b in range(sequences)],
+        block_size=BLOCK,
+    )
+
+
+def mixed_batch(sequences: int, context: int, prompt: int) -> RaggedBatch:
+    """A token each of `sequences` with `context` tokens in KV once it is written, and a whole prompt after them."""
+    width, blocks = -(-context // BLOCK), -(-prompt // BLOCK)
+    return RaggedBatch.build(
+        tokens=[*([7 * b % VOCAB] for b in range(sequences)), [(7 * i + 3) % VOCAB for i in range(prompt)]],
+        starts=[*[context - 1] * sequences, 0],
+        block_tables=[
+            *(list(range(b * width, (b + 1) * width)) for b in range(sequences)),
+            list(range(sequences * width, sequences * width + blocks)),
+        ],
         block_size=BLOCK,
     )
 
@@ -122,24 +136,36 @@ class Kinds:
 def steps(
     model: Decoder, forward: CpuForward, kinds: Kinds, kv_bytes: int, limits: MachineLimits, seconds: float
 ) -> Iterator[StepTime]:
-    """Decode steps over CONTEXT tokens, and prompts. `kv_bytes` are a token's, over all layers.
+    """Decode steps over CONTEXT tokens, the last of them with prompts too, and prompts. `kv_bytes` are a token's, over
+    all layers.
 
-    The floor of a decode step is the longer of reading its weights and KV and of multiplying, each kind of product at
-    the rate of its own. That of a prompt is its multiply-adds, all at the rate of its linear layers: attention's take
-    longer where weights are INT8 and KV is not.
+    The floor of a step that decodes is the longer of reading its weights and KV and of multiplying, each kind of
+    product at the rate of its own. That of a prompt is its multiply-adds, all at the rate of its linear layers:
+    attention's take longer where weights are INT8 and KV is not.
     """
 
     def step(name: str, batch: RaggedBatch, floor: float) -> StepTime:
         return StepTime(name, *timed(partial(forward.greedy, batch, None), seconds), floor)
 
+    spec, rate = model.spec, limits.rates[kinds.weights]
+    dense = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() == 2)
+
+    def pair_products(count: int) -> float:
+        """Multiply-adds of a prompt's queries and keys, and as many of its weights and values."""
+        return spec.layers * spec.heads * spec.head_dim * count * (count + 1) / 2
+
     for count in (1, 8, 32):
         needs = decode_needs(model, forward, kinds.kv, kv_bytes, count, CONTEXT)
         yield step(f"decode, batch {count}", batch_of(count, 1, CONTEXT), limits.floor(needs))
-    spec, rate = model.spec, limits.rates[kinds.weights]
-    dense = sum(weight.numel() for layer in model.layers for weight in layer.parameters() if weight.dim() == 2)
+    for count in (64, 480):  # beside the last of these
+        operations = dict(needs.operations)
+        operations[kinds.weights] += 2.0 * dense * count
+        operations[product_kind(kinds.kv)] += 4.0 * pair_products(count)
+        floor = limits.floor(StepNeeds(needs.read, operations))
+        yield step(f"batch 32 + prompt of {count}", mixed_batch(32, CONTEXT, count), floor)
     for count in (256, 2048):
-        pairs = spec.layers * spec.heads * spec.head_dim * count * (count + 1) / 2  # query-key pairs, twice each below
-        yield step(f"prompt of {count:,}", batch_of(1, count, count), (2 * dense * count + 4 * pairs) / rate)
+        floor = (2 * dense * count + 4 * pair_products(count)) / rate
+        yield step(f"prompt of {count:,}", batch_of(1, count, count), floor)
 
 
 def random_forward(kernels: cpu.Kernels, kinds: Kinds, layers: int) -> tuple[Decoder, CpuForward, int]:

@@ -22,9 +22,10 @@ def test_it_measures_the_machine_and_each_kind_of_step(tmp_path: Path, capsys: p
     assert main(["bench", "cpu", *SHORT, "--weights", "int8", "--json", str(tmp_path / "found.json")]) == 0
     found, told = orjson.loads((tmp_path / "found.json").read_bytes()), capsys.readouterr()
     assert "reads" in told.out and "decode, batch 32" in told.out and "prompt of 2,048" in told.out
+    assert "batch 32 + prompt of 480" in told.out
     assert "bf16 weights" not in told.out and "steps with int8 weights" in told.err
     assert found["form"] in found["operations_per_second"] and found["threads"] == 1
-    assert [len(found["steps"]), len(found["steps"]["int8"])] == [1, 5]
+    assert [len(found["steps"]), len(found["steps"]["int8"])] == [1, 7]
     assert all(0 < step["least"] <= step["median"] and step["floor"] > 0 for step in found["steps"]["int8"])
     assert all(0 < seconds < 10 for times in found["sampling"]["seconds"].values() for seconds in times)
 
