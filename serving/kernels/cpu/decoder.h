@@ -24,10 +24,13 @@ struct Step : StepBase {
         const long width = sizes.q_width;
         float* const rows = s.rows.attn - row0 * width;
         if (plan.split) return join_rows(layer.kv, shape(layer), plan, row0, row1, s.normed, rows);
-        each_segment(batch, row0, row1, planned, block_rows, [&](const Segment& segment) {
-            const long at = segment.row * width;
-            __builtin_memcpy(rows + at, shared.attn + at, segment.tokens * width * sizeof(float));
-        });
+        for (long i = 0; i < plan.count; ++i) {
+            const Item& item = plan.items[i];
+            const long at = item.segment.row, first = most(row0, at), last = least(row1, at + item.segment.tokens);
+            if (item.head || first >= last) continue;
+            const float* const from = shared.attn + (item.at + first - at) * width;
+            __builtin_memcpy(rows + first * width, from, (last - first) * width * sizeof(float));
+        }
     }
 
     // Attention of rows [row0, row1) in s.rows.attn.
@@ -84,7 +87,7 @@ struct Step : StepBase {
     bool by_rows(int thread) {
         ThreadScratch& s = local[thread];
         for (long index = 0; index <= model.layers; ++index) {
-            if (index > 0 && plan.count) {
+            if (index > 0 && plan.count && (index < model.layers || batch.logits_count)) {
                 attend_planned(model.layer[index - 1], thread);
                 team_barrier(team);
             }

@@ -52,7 +52,7 @@ INLINE long item_heads(const KvPlanes& kv, long tokens) {
     return tokens * kv.kv_heads <= ITEM_TOKENS ? kv.kv_heads : 1;
 }
 
-// New tokens of a sequence up to which attention has less to compute than to read.
+// New tokens of a sequence up to which an item has all heads, and one at least: decodes and their drafts, and little more.
 INLINE long short_tokens(const KvPlanes& kv) { return most(1, ITEM_TOKENS / kv.kv_heads); }
 
 INLINE long first_chunk(const AttentionShape& shape, const Item& item) {

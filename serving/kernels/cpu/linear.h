@@ -157,8 +157,9 @@ INLINE Fetched fetched(int kind, const int32_t* next, long words, long t, long t
     if (t >= fetching) return soon ? soon->take(words) : Fetched{nullptr, 0};
     if (!next) return {nullptr, 0};
     if (!any) return {next + words * 16 * t, FETCH_WORDS};
-    const long lines = (2 * FETCH_WORDS + fetching - 1) / fetching;
-    return {next + words / FETCH_WORDS * lines * 16 * t, lines};
+    const long all = 2 * FETCH_WORDS, lines = (all + fetching - 1) / fetching, first = lines * t;
+    if (first >= all) return {nullptr, 0};
+    return {next + words / FETCH_WORDS * first * 16, least(lines, all - first)};
 }
 
 constexpr long WAITING_TILES = 4;  // of a panel; more multiply for longer than memory takes

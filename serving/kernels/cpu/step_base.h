@@ -25,7 +25,7 @@ struct StepBase {
     long blocks;
     float* x;          // [T, hidden], the residual stream
     int32_t* q;        // [T, q_words], encoded queries
-    RowBuffers shared; // of T rows, when cut by panels; else of those of logits, and attention's as planned
+    RowBuffers shared; // of T rows, when cut by panels; else of those of logits, attention's of those that are planned
     Lengths planned = ANY_LENGTH;  // of sequences whose attention threads share out; others' is their block's
     ItemPlan plan;
     ThreadScratch* local;  // [threads]
@@ -53,7 +53,7 @@ struct StepBase {
         if (rows_mode) planned.longest = short_tokens(model.layer[0].kv);
         plan = plan_items(arena, batch, model.layer[0].kv, {model.heads, window, 0.0f}, threads, planned);
         const long shared_rows = most(rows_mode ? 0 : tokens, results.hidden ? 0 : batch.logits_count);
-        shared = take_rows(arena, sizes, shared_rows, plan.tokens ? tokens : 0);
+        shared = take_rows(arena, sizes, shared_rows, rows_mode && plan.split ? 0 : plan.tokens);
         counters = arena.take<int>(model.layers + 1);
         portions = Portions::take(arena, threads, 5 * model.layers + 1);
         spreads = sparse && sparse->experts.spread.exchange;
@@ -103,10 +103,11 @@ struct StepBase {
         return !results.barrier->left;
     }
 
-    // Whether linear layers have tiles enough to fetch some of the KV that attention will read. By AMX they wait for memory
-    // themselves, and attention fetches as it goes.
+    // Whether linear layers have tiles enough to fetch some of the KV that attention will read. Those of AMX wait for memory
+    // as it is, and attention fetches as it goes.
     bool fetches_kv() const {
-        return !TILED && !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(model.layer[0].qkv.kind);
+        const int kind = model.layer[0].qkv.kind;
+        return !fetches_any(kind) && !blocks && batch.tokens_count > FETCHING_TILES * tile_rows(kind);
     }
 
     // Whether only the best tokens of a few rows are wanted, and there is what finds them in less than the whole head.

@@ -277,7 +277,8 @@ INLINE Coming take_unit(const AttentionShape& shape, const ItemPlan& plan, const
 }
 
 // Attention of a batch shared out over the team; every thread calls it, and join_rows after a barrier. A thread takes
-// its next unit before it works on one, so as to fetch the keys and values it will need.
+// its next unit before it works on one, so as to fetch the keys and values it will need. `out` has a row for each token
+// of the plan.
 INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const ItemPlan& plan, const int32_t* q,
                          const Portions& units, int thread, AttentionScratch& s, float* out) {
     const KVRange all = {kv, 0, 1, nullptr, out};
@@ -291,7 +292,7 @@ INLINE void attend_items(const KvPlanes& kv, const AttentionShape& shape, const 
             parts += (unit.chunk - first_chunk(shape, item)) * plan.stride;
             attend_chunk(kv, shape, item, unit.chunk, coming, s, Parts{parts, plan.chunks * plan.stride});
         } else {
-            attend_item(all, shape, item, q, coming, s);
+            attend_item(all, shape, item, q, coming, s, item.segment.row - item.at);
         }
         unit = coming;
     }
