@@ -16,6 +16,7 @@ namespace {
 
 constexpr int AMX_ROWS = 16, AMX_WORDS = 16, AMX_COLUMNS = 16;
 constexpr int TALL_ROWS = 2 * AMX_ROWS;  // of two left sides
+constexpr int KIND_SIGNED = -1;          // int8 by int8; KIND_INT8 is by AMX uint8 by int8
 
 struct TileShapes {
     uint8_t palette, first_row, unused[14];
@@ -63,7 +64,9 @@ struct Tiles {
 
 #define TILE_STEP(out, left, right)                      \
     do {                                                 \
-        if (KIND == KIND_INT8)                           \
+        if (KIND == KIND_SIGNED)                         \
+            _tile_dpbssd(out, left, right);              \
+        else if (KIND == KIND_INT8)                      \
             _tile_dpbusd(out, left, right);              \
         else                                             \
             _tile_dpbf16ps(out, left, right);            \
@@ -133,6 +136,16 @@ INLINE void amx_products(long rows, const int32_t* a, long lda, const RightSide&
         amx_groups<KIND, TALL, RIGHTS, true>(rows, a + whole, lda, last, stride, left, left, out, ldo, nothing);
     else
         amx_groups<KIND, TALL, RIGHTS, false>(rows, a, lda, last, stride, left, left, out, ldo, nothing);
+}
+
+// `amx_products` with 64 columns for up to TALL_ROWS rows; more than AMX_ROWS take two passes, the first of which fetches.
+template <int KIND, bool ADDS, class RightSide, class Fetch>
+INLINE void amx_64_columns(long rows, const int32_t* a, long lda, const RightSide& b, long stride, long words,
+                           int32_t* out, long ldo, const Fetch& fetch) {
+    if (rows <= AMX_ROWS) return amx_products<KIND, false, 4, ADDS>(rows, a, lda, b, stride, words, out, ldo, fetch);
+    amx_products<KIND, true, 2, ADDS>(rows, a, lda, b, stride, words, out, ldo, fetch);
+    amx_products<KIND, true, 2, ADDS>(
+        rows, a, lda, [&](int j) { return b(j + 2); }, stride, words, out + 2 * AMX_COLUMNS, ldo, [](long, int) {});
 }
 
 #else

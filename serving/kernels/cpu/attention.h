@@ -9,14 +9,15 @@
 // it once: of each KV head, row i is token i / group and query head i % group.
 #pragma once
 
-#include "few_rows.h"
+#include "few_bytes.h"
 
 namespace {
 
 // Copies the item's encoded queries from q [T, heads, words] to s.q [heads][tokens * group][words].
 void take_queries(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const int32_t* q,
                   AttentionScratch& s) {
-    const long words = group_of(kv, shape) * words_of(product_kind(kv), kv.head_dim);
+    if (by_bytes(kv)) return take_byte_queries(kv, shape, item, q, s);
+    const long words = group_of(kv, shape) * query_words(kv);
     for (long h = 0; h < item.heads; ++h)
         for (long t = 0; t < item.segment.tokens; ++t)
             __builtin_memcpy(s.q + (h * item.segment.tokens + t) * words,
@@ -27,6 +28,7 @@ void take_queries(const KvPlanes& kv, const AttentionShape& shape, const Item& i
 // they are multiplied in place.
 void attend_tile(const KvPlanes& kv, const AttentionShape& shape, const Item& item, const HeadRows& h, long key0,
                  long keys, bool in_place, Ahead& ahead, AttentionScratch& s, const Parts& parts) {
+    if (by_bytes(kv)) return attend_tile_bytes(kv, shape, item, h, key0, keys, s, parts);
     const int kind = product_kind(kv);
     const long words = words_of(kind, kv.head_dim), dim = padded_dim(kv);
     multiply(kind, h.rows, s.q + h.at * words, words, s.chunk.k, words * PANEL, words, round_up(keys, PANEL) / PANEL,
@@ -48,7 +50,10 @@ void attend_chunk(const KvPlanes& kv, const AttentionShape& shape, const Item& i
     find_chunk(kv, item, chunk, s.chunk.places);
     s.chunk.coming.count = 0;
     if (coming.item) find_chunk(kv, *coming.item, coming.chunk, s.chunk.coming);
-    if (few_rows(kv, item, rows)) return attend_few_of(kv)(kv, shape, item, chunk, s, parts);
+    if (few_rows(kv, item, rows)) {
+        const AttendFew attend = by_bytes(kv) ? attend_few_bytes_of(kv) : attend_few_of(kv);
+        return attend(kv, shape, item, chunk, s, parts);
+    }
     const long ahead = s.chunk.coming.count;
     const bool in_place = values_in_place(kv, rows);
     const long height = TILED && product_kind(kv) == KIND_F32 ? TILE_ROWS_F32 : TILE_ROWS;
@@ -116,7 +121,8 @@ void join_parts(const KvPlanes& kv, const float* parts, long stride, long chunks
         const float* part = parts + c * stride;
         if (part[dim] == -__builtin_inff()) continue;  // nothing visible
         const Factors factors = join({splat(part[dim]), splat(part[dim + 1])}, running);
-        join_values(part, factors.keep[0], factors.add[0], dim, acc);
+        for (long d = 0; d < dim; d += LANES)
+            store(acc + d, join_sums(load(part + d), factors.keep[0], factors.add[0], load(acc + d)));
     }
     write_out(acc, running.total[0], kv.head_dim, out);
 }

@@ -22,6 +22,7 @@ struct PackedChunk {
     int32_t* v;      // [padded dim / 32][CHUNK / per word][32], dimensions across
     uint16_t* wide;  // [CHUNK][padded dim], int8 values as bfloat16
     float k_scale[CHUNK], v_scale[CHUNK];
+    float v_top[CHUNK];  // of packed bytes: the largest of the scales so far, NaN from what is no number on
     const int32_t* rows[CHUNK];
     Places places;  // of this chunk
     Places coming;  // of the one packed after it
@@ -64,15 +65,18 @@ struct Ahead {
     INLINE long each(long pieces) const { return (last - at + pieces - 1) / pieces; }
 };
 
-// Points s.rows at one head's rows of a plane; int8 rows are widened to bfloat16 and their scales collected.
+// Points s.rows at one head's rows of a plane; of int8 rows scales are collected, and those that are not multiplied as they
+// are are widened to bfloat16.
 INLINE void gather(const KvPlanes& kv, const void* plane, const float* scales, long head, PackedChunk& s,
                    float* scale_out) {
     const Places& places = s.places;
     const long dim = kv.head_dim, padded = padded_dim(kv), bytes = kv.row_bytes;
-    if (kv.kind != KIND_INT8) {
+    if (kv.kind != KIND_INT8 || by_bytes(kv)) {
         const char* first = static_cast<const char*>(plane) + head * bytes;
         for (long i = 0; i < places.count; ++i)
             s.rows[i] = reinterpret_cast<const int32_t*>(first + places.offset[i]);
+        for (long i = 0; kv.kind == KIND_INT8 && i < places.count; ++i)
+            scale_out[i] = scales[(places.at[i] + head) * kv.scale_stride];
         return;
     }
     for (long i = 0; i < places.count; ++i) {
@@ -260,6 +264,61 @@ INLINE void multiply_values(long rows, const int32_t* p, const PackedChunk& s, l
         pick_values<1>(rows, all)(p, s, panel * PANEL, words, ahead, raw + panel * PANEL, ldo);
 }
 
+// Bytes: a word holds one dimension of four keys, and its place among 16 is where weights end up when they are packed.
+constexpr long BYTE_WORDS = 16, BYTE_KEYS = 4 * BYTE_WORDS;  // multiplied at once
+
+INLINE long byte_word(long quad) { return quad / BYTE_WORDS * BYTE_WORDS + quad % 4 * 4 + quad % BYTE_WORDS / 4; }
+
+// Four vectors of four blocks each with rows and columns exchanged.
+#if defined(__AVX512F__)
+INLINE void exchange_blocks(const __m512i (&in)[4], __m512i (&out)[4]) {
+    const __m512i ab = _mm512_shuffle_i32x4(in[0], in[1], 0x44), AB = _mm512_shuffle_i32x4(in[0], in[1], 0xee);
+    const __m512i ce = _mm512_shuffle_i32x4(in[2], in[3], 0x44), CE = _mm512_shuffle_i32x4(in[2], in[3], 0xee);
+    out[0] = _mm512_shuffle_i32x4(ab, ce, 0x88);
+    out[1] = _mm512_shuffle_i32x4(ab, ce, 0xdd);
+    out[2] = _mm512_shuffle_i32x4(AB, CE, 0x88);
+    out[3] = _mm512_shuffle_i32x4(AB, CE, 0xdd);
+}
+#endif
+
+// One word of keys whose rows are given, [dim]. Dimensions come in order, or, for less work, each 64 of them as four
+// blocks of a vector that `exchange_blocks` puts in order.
+template <bool IN_ORDER>
+INLINE void lay_quad(const char* const* rows, long dim, int32_t* out) {
+#if defined(__AVX512BW__)
+#pragma GCC unroll 2
+    for (long d = 0; d < dim; d += BYTE_DIMS) {
+        const auto row = [&](int i) { return _mm512_loadu_si512(rows[i] + d); };
+        const __m512i a = row(0), b = row(1), c = row(2), e = row(3);
+        const __m512i ab = _mm512_unpacklo_epi8(a, b), AB = _mm512_unpackhi_epi8(a, b);
+        const __m512i ce = _mm512_unpacklo_epi8(c, e), CE = _mm512_unpackhi_epi8(c, e);
+        const __m512i blocks[4] = {_mm512_unpacklo_epi16(ab, ce), _mm512_unpackhi_epi16(ab, ce),
+                                   _mm512_unpacklo_epi16(AB, CE), _mm512_unpackhi_epi16(AB, CE)};
+        __m512i ordered[4];
+        if (IN_ORDER) exchange_blocks(blocks, ordered);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) _mm512_storeu_si512(out + d + i * LANES, IN_ORDER ? ordered[i] : blocks[i]);
+    }
+#endif
+}
+
+// Dimensions across: word w of [CHUNK / 4][dim]. Keys past the last have weights of 0, and any values.
+INLINE void pack_value_bytes(const KvPlanes& kv, PackedChunk& s, Ahead& ahead) {
+    const long count = s.places.count, fetched = ahead.each(count / 16 + 1);
+    for (long i = 0; i < count; i += 4) {
+        if (i % 16 == 0) ahead.fetch(fetched);
+        const char* rows[4];
+        for (long j = 0; j < 4; ++j) rows[j] = reinterpret_cast<const char*>(s.rows[least(i + j, count - 1)]);
+        lay_quad<true>(rows, kv.head_dim, s.v + byte_word(i / 4) * kv.head_dim);
+    }
+    int32_t top = 0;
+    for (long i = 0; i < count; ++i) {
+        const int32_t scale = bits(splat(s.v_scale[i]))[0] & 0x7fffffff;
+        top = scale > top ? scale : top;
+        s.v_top[i] = bits(splat(top))[0];
+    }
+}
+
 INLINE void pack_values_f32(const KvPlanes& kv, const PackedChunk& s, Ahead& ahead) {
     const long count = s.places.count, dim = kv.head_dim, fetched = ahead.each(count / 16 + 1);
     for (long i = 0; i < count; ++i) {
@@ -275,6 +334,8 @@ INLINE void take_values(const KvPlanes& kv, long head, bool in_place, Ahead& ahe
     if (in_place) return;
     if (product_kind(kv) == KIND_BF16)
         pack_values_bf16(kv, s, ahead);
+    else if (product_kind(kv) == KIND_INT8)
+        pack_value_bytes(kv, s, ahead);
     else
         pack_values_f32(kv, s, ahead);
 }

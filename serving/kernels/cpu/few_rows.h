@@ -40,22 +40,25 @@ struct UnitsAhead {
             keys[i] = unit(i + ahead);
             values[i] = unit(units + i + ahead);
         }
-        if (units % UNITS_AT_ONCE) keys[units] = keys[units - 1], values[units] = values[units - 1];
+        for (long i = units; i < CHUNK / UNIT; ++i) keys[i] = keys[units - 1], values[i] = values[units - 1];
     }
 };
 
 // What one head fetches of the units ahead of a group while it is computed: the h-th of all heads' shares, which follow
 // one another in memory, so many lines of each unit.
-struct Share {
-    const char* part[UNITS_AT_ONCE];
+template <long UNITS>
+struct ShareOf {
+    const char* part[UNITS];
 
-    Share(const char* const* ahead, long h, long heads, long lines) {
-        for (long i = 0; i < UNITS_AT_ONCE; ++i) {
-            const long at = UNITS_AT_ONCE * h + i;
+    ShareOf(const char* const* ahead, long h, long heads, long lines) {
+        for (long i = 0; i < UNITS; ++i) {
+            const long at = UNITS * h + i;
             part[i] = ahead[at / heads] + at % heads * lines * LINE;
         }
     }
 };
+
+typedef ShareOf<UNITS_AT_ONCE> Share;
 
 // One head's int8 rows of a group as bfloat16 in `wide` [KEYS_AT_ONCE][dim]; all of `share` is fetched meanwhile.
 INLINE void widen_rows(const KvPlanes& kv, const int32_t* const* lie, long h, const Share& share, uint16_t* wide,
@@ -90,8 +93,9 @@ INLINE void fetch_scales(const KvPlanes& kv, const Places& coming) {
 }
 
 // Where a plane's rows of the group at `key` lie, for KV head 0; past the last key its row again.
+template <long KEYS = KEYS_AT_ONCE>
 INLINE void group_rows(const void* plane, const Places& places, long key, const int32_t** rows) {
-    for (long i = 0; i < KEYS_AT_ONCE; ++i)
+    for (long i = 0; i < KEYS; ++i)
         rows[i] = reinterpret_cast<const int32_t*>(static_cast<const char*>(plane) +
                                                    places.offset[least(key + i, places.count - 1)]);
 }
@@ -340,10 +344,10 @@ typedef void (*AttendFew)(const KvPlanes&, const AttentionShape&, const Item&, l
 
 // The usual dimensions of a head have loops of their own by AMX, where memory would wait for counting.
 INLINE AttendFew attend_few_of(const KvPlanes& kv) {
-    const bool narrow = kv.kind == KIND_INT8;
-    if (TILED && kv.head_dim == 64) return narrow ? attend_few<true, 64> : attend_few<false, 64>;
-    if (TILED && kv.head_dim == 128) return narrow ? attend_few<true, 128> : attend_few<false, 128>;
-    return narrow ? attend_few<true, 0> : attend_few<false, 0>;
+    if (kv.kind == KIND_INT8) return attend_few<true, 0>;
+    if (TILED && kv.head_dim == 64) return attend_few<false, 64>;
+    if (TILED && kv.head_dim == 128) return attend_few<false, 128>;
+    return attend_few<false, 0>;
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ constexpr long PANEL_ROWS = 64;
 // What a call for one layer's attention works with, besides its items.
 struct AttentionCall {
     AttentionShape shape;
-    int kind, threads;
+    int threads;
     long words, rows;  // of an encoded query; queries times heads
     int32_t* encoded;
     Portions portions;
@@ -28,8 +28,8 @@ struct AttentionCall {
     template <class TakeItems>
     AttentionCall(Context& c, const Model& m, const Layer& layer, const KvPlanes& kv, const Batch& batch,
                   TakeItems take_items)
-        : shape{m.heads, layer.window, m.attention_scale}, kind(product_kind(kv)), threads(team_threads(c.team)),
-          words(words_of(kind, kv.head_dim)), rows(batch.tokens_count * m.heads) {
+        : shape{m.heads, layer.window, m.attention_scale}, threads(team_threads(c.team)), words(query_words(kv)),
+          rows(batch.tokens_count * m.heads) {
         const auto lay_out = [&](Arena arena) {
             encoded = arena.take<int32_t>(rows * words);
             portions = Portions::take(arena, threads, 1);
@@ -47,10 +47,9 @@ struct AttentionCall {
     }
 
     // This thread's share of q [T, heads, head_dim].
-    void encode(const float* q, long head_dim, int thread) const {
+    void encode(const KvPlanes& kv, const float* q, int thread) const {
         const Span mine = share(rows, thread, threads);
-        for (long i = mine.first; i < mine.last; ++i)
-            encode_row(kind, q + i * head_dim, head_dim, encoded + i * words, nullptr);
+        for (long i = mine.first; i < mine.last; ++i) encode_query(kv, q + i * kv.head_dim, encoded + i * words);
     }
 };
 
@@ -161,8 +160,8 @@ KERNEL(rms_norm)(Context& c, const float* x, const float* weight, long rows, lon
 KERNEL(rotate_and_write)(Context& c, const Model& m, int index, const Batch& batch, const float* qkv, float* q) {
     const Turn turn(c);
     const Layer& layer = m.layer[index];
-    const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = words_of(product_kind(layer.kv), dim);
-    const int threads = team_threads(c.team), kind = product_kind(layer.kv);
+    const long width = layer.qkv.outputs, dim = layer.kv.head_dim, words = query_words(layer.kv);
+    const int threads = team_threads(c.team);
     const long each = round_up(width, 16) + m.heads * words;
     float* const local = reinterpret_cast<float*>(c.scratch.reserve(threads * each * 4));
     const Rotary rotary = {m.heads, m.rotary_dim, layer.q_norm, layer.k_norm, m.eps, m.cos, m.sin};
@@ -174,10 +173,7 @@ KERNEL(rotate_and_write)(Context& c, const Model& m, int index, const Batch& bat
             __builtin_memcpy(row, qkv + i * width, width * sizeof(float));
             rotate_and_write(rotary, layer.kv, row, batch.positions[i], batch.slots[i], encoded);
             for (long h = 0; h < m.heads; ++h)
-                for (long d = 0; d < dim; ++d)
-                    q[(i * m.heads + h) * dim + d] =
-                        kind == KIND_F32 ? reinterpret_cast<float*>(encoded + h * words)[d]
-                                         : from_bf16(reinterpret_cast<uint16_t*>(encoded + h * words)[d]);
+                decode_query(layer.kv, encoded + h * words, q + (i * m.heads + h) * dim);
         }
     });
 }
@@ -192,7 +188,7 @@ KERNEL(attention)(Context& c, const Model& m, int index, const Batch& batch, con
     };
     const AttentionCall call(c, m, layer, kv, batch, take_items);
     each_with_tiles(c.team, [&](int thread) {
-        call.encode(q, kv.head_dim, thread);
+        call.encode(kv, q, thread);
         team_barrier(c.team);
         AttentionScratch& s = call.scratch[thread];
         attend_items(kv, call.shape, plan, call.encoded, call.portions, thread, s, out);
@@ -216,7 +212,7 @@ KERNEL(attend_range)(Context& c, const Model& m, int index, const Batch& batch, 
         for (long head = 0; head < kv.kv_heads; ++head) items[count++] = {segment, head, 1};
     });
     each_with_tiles(c.team, [&](int thread) {
-        call.encode(q, kv.head_dim, thread);
+        call.encode(kv, q, thread);
         team_barrier(c.team);
         const auto next = [&] { return call.portions.next(count, 1, thread).first; };
         for (long i = next(); i < count; i = next())

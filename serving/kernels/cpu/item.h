@@ -8,6 +8,7 @@ namespace {
 
 constexpr long ITEM_TOKENS = 64;  // tokens an item has at most, but in blocks of rows
 constexpr long SCORE_ROWS = 64;   // rows whose scores a thread holds at once, of one head or of several
+constexpr long PRODUCT_ROWS = (TILED ? 2 : 1) * SCORE_ROWS;  // rows of products: two where they are bytes
 constexpr long STATE_EXTRA = 32;  // floats after the padded head_dim in a range's state; two are used
 
 struct AttentionShape {
@@ -30,9 +31,10 @@ INLINE long first_visible(const AttentionShape& shape, long position) {
 struct AttentionScratch {
     PackedChunk chunk;
     int32_t* q;      // [tokens of an item * group][words]
-    float* scores;   // [SCORE_ROWS][CHUNK]
+    float* q_scale;  // [tokens of an item * group], of bytes
+    float* scores;   // [PRODUCT_ROWS][CHUNK]
     int32_t* p;      // [SCORE_ROWS][CHUNK]
-    float* part;     // [SCORE_ROWS][padded dim]
+    float* part;     // [PRODUCT_ROWS][padded dim]
     float* acc;      // [tokens of an item * group][padded dim]
     float* top;      // [tokens of an item * group], running maximum in log2 units
     float* total;    // [tokens of an item * group], running sum of weights
@@ -116,34 +118,52 @@ INLINE Weights weigh_rows(const KvPlanes& kv, const AttentionShape& shape, const
     return weights;
 }
 
-// The rows' sums of values in s.part, joined to the running results or put where parts go.
-INLINE void take_parts(const HeadRows& h, const Weights& weights, long dim, AttentionScratch& s, const Parts& parts) {
-    alignas(64) float top[LANES], total[LANES], keep[LANES], add[LANES];
-    store(top, weights.top);
-    const float* part = s.part + h.scored * dim;
-    if (parts.out) {
-        store(total, weights.total);
-        for (long r = 0; r < h.rows; ++r) {
-            float* out = parts.out + (h.row0 + r) * parts.stride;
-            __builtin_memcpy(out, part + r * dim, dim * sizeof(float));
-            out[dim] = top[r];
-            out[dim + 1] = total[r];
+// Where a tile's sums of values go: joined to the running results, or put where parts go.
+struct Joined {
+    alignas(64) float top[LANES], keep[LANES], add[LANES];
+    float* to;
+    long stride;
+    bool apart;
+
+    INLINE Joined(const HeadRows& h, const Weights& weights, long dim, AttentionScratch& s, const Parts& parts)
+        : to(parts.out ? parts.out + h.row0 * parts.stride : s.acc + h.at * dim),
+          stride(parts.out ? parts.stride : dim), apart(parts.out) {
+        store(top, weights.top);
+        if (apart) {
+            alignas(64) float total[LANES];
+            store(total, weights.total);
+            for (long r = 0; r < h.rows; ++r) to[r * stride + dim] = top[r], to[r * stride + dim + 1] = total[r];
+            return;
         }
-        return;
+        Weights running = {load_first(s.top + h.at, h.rows), load_first(s.total + h.at, h.rows)};
+        const Factors factors = join(weights, running);
+        store_first(s.top + h.at, h.rows, running.top);
+        store_first(s.total + h.at, h.rows, running.total);
+        store(keep, factors.keep);
+        store(add, factors.add);
     }
-    Weights running = {load_first(s.top + h.at, h.rows), load_first(s.total + h.at, h.rows)};
-    const Factors factors = join(weights, running);
-    store_first(s.top + h.at, h.rows, running.top);
-    store_first(s.total + h.at, h.rows, running.total);
-    store(keep, factors.keep);
-    store(add, factors.add);
+
+    // Sums of row r in LANES dimensions from d on.
+    INLINE void take(long r, long d, vf part) const {
+        float* const out = to + r * stride + d;
+        if (apart)
+            store(out, part);
+        else if (top[r] != -__builtin_inff())
+            store(out, join_sums(part, keep[r], add[r], load(out)));
+    }
+};
+
+// Those of the rows in s.part.
+INLINE void take_parts(const HeadRows& h, const Weights& weights, long dim, AttentionScratch& s, const Parts& parts) {
+    const float* const part = s.part + h.scored * dim;
+    const Joined to(h, weights, dim, s, parts);
     for (long r = 0; r < h.rows; ++r)
-        if (top[r] != -__builtin_inff()) join_values(part + r * dim, keep[r], add[r], dim, s.acc + (h.at + r) * dim);
+        for (long d = 0; d < dim; d += LANES) to.take(r, d, load(part + r * dim + d));
 }
 
 // One tile has so many rows of a head, and whole panels of dimensions.
 INLINE bool one_tile(const KvPlanes& kv, long rows) {
-    return rows <= TILE_ROWS && product_kind(kv) == KIND_BF16 && kv.head_dim % PANEL == 0;
+    return rows <= TILE_ROWS && product_kind(kv) != KIND_F32 && kv.head_dim % PANEL == 0;
 }
 
 // So many rows of a head multiply the values where they lie, as AMX cannot.

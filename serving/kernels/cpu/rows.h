@@ -91,8 +91,59 @@ struct Rotary {
     const float* sin;
 };
 
+// Whether int8 keys and values are multiplied as they are: by AMX, where whole vectors hold them. What they are multiplied
+// by has 16 bits then, whose high and low bytes are rows of one product (bytes.h).
+constexpr long BYTE_DIMS = 64;
+INLINE bool by_bytes(const KvPlanes& kv) {
+    return TILED && kv.kind == KIND_INT8 && kv.head_dim % BYTE_DIMS == 0 && kv.head_dim <= 512;  // sums fit in int32
+}
+
 // Keys and values take part in products of this kind, whatever the KV stores.
-INLINE int product_kind(const KvPlanes& kv) { return kv.kind == KIND_F32 ? KIND_F32 : KIND_BF16; }
+INLINE int product_kind(const KvPlanes& kv) {
+    return kv.kind == KIND_F32 ? KIND_F32 : by_bytes(kv) ? KIND_INT8 : KIND_BF16;
+}
+
+// Words of one head's encoded query.
+INLINE long query_words(const KvPlanes& kv) {
+    return by_bytes(kv) ? 2 * words_of(KIND_INT8, kv.head_dim) + 1 : words_of(product_kind(kv), kv.head_dim);
+}
+
+// A query as 2^e (256 high + low): words of the high bytes, of the low ones, and 2^e, or NaN where a number is none. The
+// largest has 13 or 14 bits, so that what is decoded and encoded again is the same.
+INLINE void encode_bytes(const float* x, long dim, int32_t* words) {
+    constexpr int32_t BITS = 13, EXPONENT = 23, BIAS = 127, NO_NUMBER = 255;
+    constexpr float UP = 1.0f + 0.75f / (2 << BITS);  // what would round up to a power of two counts as that
+    int8_t* const high = reinterpret_cast<int8_t*>(words);
+    const vi top = bits(splat(max_magnitude(x, dim) * UP));
+    const int32_t exponent = int32_t(most(BITS + 1, top[0] >> EXPONENT & NO_NUMBER));
+    const vf inverse = bits(splat((2 * BIAS + BITS - exponent) << EXPONENT));
+    for (long d = 0; d < dim; d += LANES) {
+        const vi number = round_to_int(load(x + d) * inverse);
+        store_int8(high + d, (number + 128) >> 8);
+        store_int8(high + dim + d, number);
+    }
+    words[dim / 2] = exponent == NO_NUMBER ? 0x7fc00000 : (exponent - BITS) << EXPONENT;
+}
+
+// One query [head_dim] as attention multiplies it, and back.
+INLINE void encode_query(const KvPlanes& kv, const float* x, int32_t* words) {
+    if (by_bytes(kv))
+        encode_bytes(x, kv.head_dim, words);
+    else
+        encode_row(product_kind(kv), x, kv.head_dim, words, nullptr);
+}
+
+INLINE void decode_query(const KvPlanes& kv, const int32_t* words, float* x) {
+    const long dim = kv.head_dim;
+    const int8_t* const high = reinterpret_cast<const int8_t*>(words);
+    for (long d = 0; d < dim; ++d)
+        if (by_bytes(kv))
+            x[d] = float(256 * high[d] + high[dim + d]) * reinterpret_cast<const float*>(words)[dim / 2];
+        else if (kv.kind == KIND_F32)
+            x[d] = reinterpret_cast<const float*>(words)[d];
+        else
+            x[d] = from_bf16(reinterpret_cast<const uint16_t*>(words)[d]);
+}
 
 INLINE void write_plane(const KvPlanes& kv, void* plane, float* scales, long place, const float* x) {
     char* row = static_cast<char*>(plane) + place * kv.row_bytes;
@@ -106,13 +157,13 @@ INLINE void write_plane(const KvPlanes& kv, void* plane, float* scales, long pla
 
 // qkv [heads + 2 kv_heads, head_dim] is used up; q [heads, words] comes out encoded for the products of attention.
 void rotate_and_write(const Rotary& r, const KvPlanes& kv, float* qkv, long position, long slot, int32_t* q) {
-    const long half = r.rotary_dim / 2, dim = kv.head_dim, words = words_of(product_kind(kv), dim);
+    const long half = r.rotary_dim / 2, dim = kv.head_dim, words = query_words(kv);
     const float *cos = r.cos + position * half, *sin = r.sin + position * half;
     for (long h = 0; h < r.heads + kv.kv_heads; ++h) {
         const float* norm = h < r.heads ? r.q_norm : r.k_norm;
         if (norm) rms_norm(qkv + h * dim, norm, dim, r.eps, qkv + h * dim);
         rotate(qkv + h * dim, cos, sin, half);
-        if (h < r.heads) encode_row(product_kind(kv), qkv + h * dim, dim, q + h * words, nullptr);
+        if (h < r.heads) encode_query(kv, qkv + h * dim, q + h * words);
     }
     for (long h = 0; h < kv.kv_heads; ++h) {
         const float* k = qkv + (r.heads + h) * dim;

@@ -143,9 +143,7 @@ INLINE Factors join(const Weights& chunk, Weights& running) {
     return factors;
 }
 
-// One row's sums of values, joined to the running ones.
-INLINE void join_values(const float* part, float keep, float add, long dim, float* acc) {
-    for (long d = 0; d < dim; d += LANES) store(acc + d, fma(load(part + d), splat(add), load(acc + d) * splat(keep)));
-}
+// Sums of values, joined to the running ones.
+INLINE vf join_sums(vf part, float keep, float add, vf running) { return fma(part, splat(add), running * splat(keep)); }
 
 }  // namespace

@@ -138,7 +138,7 @@ struct StepBase {
     }
 
     void rotate_rows(const Layer& layer, long row0, long row1, float* qkv, long base) const {
-        const long words = model.heads * words_of(product_kind(layer.kv), layer.kv.head_dim);
+        const long words = model.heads * query_words(layer.kv);
         for (long row = row0; row < row1; ++row)
             rotate_and_write(rotary(layer), layer.kv, qkv + (row - base) * layer.qkv.outputs, batch.positions[row],
                              batch.slots[row], q + row * words);

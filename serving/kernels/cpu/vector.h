@@ -78,8 +78,10 @@ INLINE vf fma(vf a, vf b, vf c) {
 }
 INLINE vi magnitude(vf a) { return bits(a) & 0x7fffffff; }  // as bits, in the order of magnitudes; then NaN
 
+constexpr float WHOLES = 12582912.0f;  // 1.5 2^23: a number added to it is rounded to a whole one, its lowest bits
+
 // Round to the nearest integer, ties to even, for |x| < 2^22: the constant pushes the fraction out of the mantissa.
-INLINE vi round_to_int(vf x) { return bits(x + 12582912.0f) - bits(splat(12582912.0f)); }
+INLINE vi round_to_int(vf x) { return bits(x + WHOLES) - bits(splat(WHOLES)); }
 
 // Halves are folded onto each other until one lane is left, in the same order in every form of a width.
 INLINE float sum_lanes(vf v) {
@@ -112,40 +114,48 @@ INLINE int32_t max_lanes(vi v) {
 #endif
 }
 
-// 2^x for x <= 127; anything below -126, and what is not a number, gives 0. `fraction` is 2^r for r in [-0.5, 0.5].
-template <class Fraction>
-INLINE vf exp2_by(vf x, const Fraction& fraction) {
-    const vf shifted = x + 12582912.0f;
-    const vf whole = shifted - 12582912.0f;
-    const vf p = fraction(x - whole);
+// fraction 2^n, where `shifted` is n + WHOLES; 0 where x is less than `least` or not a number.
+INLINE vf exp2_times(vf fraction, vf shifted, vf x, float least) {
 #if defined(__AVX512F__)
-    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    return (vf)_mm512_maskz_add_epi32(normal, (__m512i)p, _mm512_slli_epi32((__m512i)shifted, 23));
+    const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ);
+    return (vf)_mm512_maskz_add_epi32(normal, (__m512i)fraction, _mm512_slli_epi32((__m512i)shifted, 23));
 #else
-    return choose(x >= -126.0f, bits(bits(p) + (bits(shifted) << 23)), vf{});
+    return choose(x >= least, bits(bits(fraction) + (bits(shifted) << 23)), vf{});
 #endif
 }
 
-// Relative error below 2e-7 (minimax polynomial, held to exactly 1 at 0).
+// 2^x for x <= 127; anything below -126, and what is not a number, gives 0. Relative error below 2e-7 (minimax
+// polynomial, held to exactly 1 at 0).
 INLINE vf exp2_vector(vf x) {
-    return exp2_by(x, [](vf r) {
-        vf p = splat(1.3276472e-3f);
-        p = fma(p, r, splat(9.6755410e-3f));
-        p = fma(p, r, splat(5.5507131e-2f));
-        p = fma(p, r, splat(2.4022120e-1f));
-        p = fma(p, r, splat(6.9314694e-1f));
-        return fma(p, r, splat(1.0f));
-    });
+    const vf shifted = x + WHOLES;
+    const vf r = x - (shifted - WHOLES);
+    vf p = splat(1.3276472e-3f);
+    p = fma(p, r, splat(9.6755410e-3f));
+    p = fma(p, r, splat(5.5507131e-2f));
+    p = fma(p, r, splat(2.4022120e-1f));
+    p = fma(p, r, splat(6.9314694e-1f));
+    return exp2_times(fma(p, r, splat(1.0f)), shifted, x, -126.0f);
 }
 
-// The same for what is rounded to bfloat16, whose error is up to 4e-3: relative error below 1.1e-4.
+// 2^r for r in [-0.5, 0.5] with a relative error below 1.1e-4: for what is rounded to bfloat16, whose error is up to 4e-3,
+// or to 16 bits of the largest.
+INLINE vf exp2_fraction(vf r) {
+    vf p = splat(5.5009058e-2f);
+    p = fma(p, r, splat(2.4221098e-1f));
+    p = fma(p, r, splat(6.9328290e-1f));
+    return fma(p, r, splat(1.0f));
+}
+
+// `exp2_vector` with that error.
 INLINE vf exp2_narrow(vf x) {
-    return exp2_by(x, [](vf r) {
-        vf p = splat(5.5009058e-2f);
-        p = fma(p, r, splat(2.4221098e-1f));
-        p = fma(p, r, splat(6.9328290e-1f));
-        return fma(p, r, splat(1.0f));
-    });
+    const vf shifted = x + WHOLES;
+    return exp2_times(exp2_fraction(x - (shifted - WHOLES)), shifted, x, -126.0f);
+}
+
+// The same of a product, which is not rounded.
+INLINE vf exp2_product(vf x, vf factor) {
+    const vf shifted = fma(x, factor, splat(WHOLES));
+    return exp2_times(exp2_fraction(fma(x, factor, WHOLES - shifted)), shifted, shifted, WHOLES - 126.0f);
 }
 
 INLINE float exp2_scalar(float x) { return exp2_vector(splat(x))[0]; }

@@ -109,7 +109,7 @@ INLINE Sizes sizes_of(const Model& m) {
     s.qkv_width = layer.qkv.outputs;
     for (long i = 0; i < m.layers; ++i) s.h_width = most(s.h_width, panels_of(m.layer[i].gate_up) * PANEL / 2);
     s.widest = most(m.hidden, most(s.q_width, s.h_width));
-    s.head_words = words_of(product_kind(layer.kv), layer.kv.head_dim);
+    s.head_words = query_words(layer.kv);
     s.q_words = m.heads * s.head_words;
     s.group = m.heads / layer.kv.kv_heads;
     s.padded_head = padded_dim(layer.kv);
@@ -151,9 +151,10 @@ INLINE void take_attention(Arena& arena, long item_tokens, long group, long head
     a.chunk.v = arena.take<int32_t>(CHUNK * padded_head);
     a.chunk.wide = arena.take<uint16_t>(CHUNK * padded_head);
     a.q = arena.take<int32_t>(rows * head_words);
-    a.scores = arena.take<float>(SCORE_ROWS * CHUNK);
+    a.q_scale = arena.take<float>(rows);
+    a.scores = arena.take<float>(PRODUCT_ROWS * CHUNK);
     a.p = arena.take<int32_t>(SCORE_ROWS * CHUNK);
-    a.part = arena.take<float>(SCORE_ROWS * padded_head);
+    a.part = arena.take<float>(PRODUCT_ROWS * padded_head);
     a.acc = arena.take<float>(rows * padded_head);
     a.top = arena.take<float>(rows);
     a.total = arena.take<float>(rows);
