@@ -41,6 +41,8 @@ def random_kv(spec: ModelSpec, dtype: str, blocks: int) -> DeviceKV:
     for plane in chain.from_iterable(device_kv.planes):
         if plane.dtype is torch.int8:
             plane.random_(-127, 128)
+        elif dtype == "int8":
+            plane.uniform_(0.01, 0.03)  # scales
         else:
             plane.normal_(std=0.02)
     return device_kv

@@ -22,7 +22,7 @@ struct PackedChunk {
     int32_t* v;      // [padded dim / 32][CHUNK / per word][32], dimensions across
     uint16_t* wide;  // [CHUNK][padded dim], int8 values as bfloat16
     float k_scale[CHUNK], v_scale[CHUNK];
-    float v_top[CHUNK];  // of packed bytes: the largest of the scales so far, NaN from what is no number on
+    float v_top[CHUNK];  // of packed bytes: the largest of `value_bits` so far
     const int32_t* rows[CHUNK];
     Places places;  // of this chunk
     Places coming;  // of the one packed after it
@@ -302,6 +302,16 @@ INLINE void lay_quad(const char* const* rows, long dim, int32_t* out) {
 #endif
 }
 
+// A key's scale of values as bits, in their order; NaN where that or its scale of keys is infinite, less than 0 or no
+// number: no row that sees such a key has a result.
+constexpr uint32_t INFINITE_BITS = 0x7f800000, NAN_BITS = 0x7fc00000;
+INLINE uint32_t value_bits(float k_scale, float v_scale) {
+    uint32_t k, v;
+    __builtin_memcpy(&k, &k_scale, 4);
+    __builtin_memcpy(&v, &v_scale, 4);
+    return k >= INFINITE_BITS || v >= INFINITE_BITS ? NAN_BITS : v;
+}
+
 // Dimensions across: word w of [CHUNK / 4][dim]. Keys past the last have weights of 0, and any values.
 INLINE void pack_value_bytes(const KvPlanes& kv, PackedChunk& s, Ahead& ahead) {
     const long count = s.places.count, fetched = ahead.each(count / 16 + 1);
@@ -311,11 +321,10 @@ INLINE void pack_value_bytes(const KvPlanes& kv, PackedChunk& s, Ahead& ahead) {
         for (long j = 0; j < 4; ++j) rows[j] = reinterpret_cast<const char*>(s.rows[least(i + j, count - 1)]);
         lay_quad<true>(rows, kv.head_dim, s.v + byte_word(i / 4) * kv.head_dim);
     }
-    int32_t top = 0;
+    uint32_t top = 0;
     for (long i = 0; i < count; ++i) {
-        const int32_t scale = bits(splat(s.v_scale[i]))[0] & 0x7fffffff;
-        top = scale > top ? scale : top;
-        s.v_top[i] = bits(splat(top))[0];
+        top = value_bits(s.k_scale[i], s.v_scale[i]) > top ? value_bits(s.k_scale[i], s.v_scale[i]) : top;
+        __builtin_memcpy(s.v_top + i, &top, 4);
     }
 }
 

@@ -60,18 +60,21 @@ class KvPlanes:
     v_scale: Tensor | None = None
 
     def as_c(self) -> Structure:
-        """`KvPlanes` of abi.h. Raises ValueError for int8 planes without scales."""
+        """`KvPlanes` of abi.h. Raises ValueError for int8 planes without scales and for rows within words."""
         _, block_size, kv_heads, head_dim = self.k.shape
         kind = Kind.of(self.k.dtype)
         scales = [scale for scale in (self.k_scale, self.v_scale) if scale is not None]
         if kind is Kind.INT8 and len(scales) < 2:
             raise ValueError("int8 KV needs a scale plane for keys and one for values")
+        row_bytes = _row_stride(self.k, self.v) * self.k.itemsize
+        if head_dim % 64 == 0 and row_bytes % 4:
+            raise ValueError(f"rows of KV are {row_bytes} bytes apart, which are not whole words of 4")
         return STRUCTURES["KvPlanes"](
             kind=kind,
             block_size=block_size,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            row_bytes=_row_stride(self.k, self.v) * self.k.itemsize,
+            row_bytes=row_bytes,
             scale_stride=_row_stride(*scales) if len(scales) == 2 else 0,
             **{name: address(getattr(self, name)) for name in ("k", "v", "k_scale", "v_scale")},
         )

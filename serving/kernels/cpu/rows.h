@@ -122,7 +122,8 @@ INLINE void encode_bytes(const float* x, long dim, int32_t* words) {
         store_int8(high + d, (number + 128) >> 8);
         store_int8(high + dim + d, number);
     }
-    words[dim / 2] = exponent == NO_NUMBER ? 0x7fc00000 : (exponent - BITS) << EXPONENT;
+    const float scale = exponent == NO_NUMBER ? __builtin_nanf("") : bits(splat((exponent - BITS) << EXPONENT))[0];
+    __builtin_memcpy(words + dim / 2, &scale, 4);
 }
 
 // One query [head_dim] as attention multiplies it, and back.
@@ -136,9 +137,11 @@ INLINE void encode_query(const KvPlanes& kv, const float* x, int32_t* words) {
 INLINE void decode_query(const KvPlanes& kv, const int32_t* words, float* x) {
     const long dim = kv.head_dim;
     const int8_t* const high = reinterpret_cast<const int8_t*>(words);
+    float scale = 1.0f;
+    if (by_bytes(kv)) __builtin_memcpy(&scale, words + dim / 2, 4);
     for (long d = 0; d < dim; ++d)
         if (by_bytes(kv))
-            x[d] = float(256 * high[d] + high[dim + d]) * reinterpret_cast<const float*>(words)[dim / 2];
+            x[d] = float(256 * high[d] + high[dim + d]) * scale;
         else if (kv.kind == KIND_F32)
             x[d] = reinterpret_cast<const float*>(words)[d];
         else
